@@ -1,4 +1,6 @@
-"""`python -m benchmarks.check BASE`, or `make bench-check BASE=<commit>`: this checkout against another commit.
+"""`python -m benchmarks.check BASE`, or `make bench-check BASE=<commit>`: this checkout against another version.
+
+BASE is a commit, or the folder of another checkout, e.g. on a machine that has no git history.
 
 Both versions run `benchmarks.worker` of this checkout, which uses the public API only, in the same environment; only
 PYTHONPATH says which `syncline` a process imports. Their jobs are up at the same time and take turns. The command
@@ -32,6 +34,7 @@ from benchmarks.row import LEAST_PAIRS, Effort, NotMeasured, Samples, Unit, chec
 from benchmarks.sides import ROOT, WAIT_SECONDS, WORKER, ProcessSide
 from benchmarks.switch import Meter, switch
 from benchmarks.task import Task, to_arguments
+from benchmarks.training import LONGER, UNCOUNTED
 from benchmarks.verdict import LIMIT, Verdict, compare
 from benchmarks.words import KIB, MIB, figure
 from syncline.bench.machine import Others, describe_machine, in_words
@@ -58,7 +61,7 @@ class Row:
     options: tuple[str, ...]  #: of `syncline run`; between hosts without the number of workers
     workers: int = 2
     on_hosts: bool = False  #: two network namespaces with a worker each; the bytes that they send are compared too
-    needs_gpu: bool = False
+    needs_gpu: bool = False  #: its turns last longer
 
 
 def all_rows() -> list[Row]:
@@ -118,6 +121,18 @@ def all_rows() -> list[Row]:
             for name, codec in codecs.items()
         ),
         Row(
+            name="replicas",
+            what="16 MiB push_pull, 2 workers, 2 servers, 2 replicas, shared memory",
+            task=pushed,
+            options=("-s", "2", "--replicas", "2", "--transport", "shm"),
+        ),
+        Row(
+            name="leases",
+            what="a leased batch of 64 and a push of 4 KiB, 2 workers, 1 server, shared memory",
+            task=Task(kind="leased_steps", num_samples=1_000_000),
+            options=shm,
+        ),
+        Row(
             name="allreduce-small",
             what="4 KiB all_reduce_ among 2 workers",
             task=Task(kind="all_reduce", num_bytes=4 * KIB, own_arrays=True),
@@ -129,14 +144,24 @@ def all_rows() -> list[Row]:
             task=Task(kind="all_reduce", num_bytes=16 * MIB),
             options=shm,
         ),
-        Row(
-            name="gpu",
-            what="training step of a transformer of 124 M parameters on a GPU, 1 worker, 1 server",
-            task=Task(kind="train", model="gpt", device="cuda"),
-            options=shm,
-            workers=1,
-            needs_gpu=True,
-        ),
+        *_gpu_rows(shm),
+    ]
+
+
+def _gpu_rows(shm: tuple[str, ...]) -> list[Row]:
+    full, half = (f"training step of a transformer of 124 M parameters in {d} on a GPU" for d in ("float32", "bf16"))
+    ours = f"{half}, 1 worker, 1 server"
+
+    def row(name: str, what: str, model: str, options: tuple[str, ...], num_uncounted: int = 1) -> Row:
+        task = Task(kind="train", model=model, device="cuda", num_uncounted=num_uncounted)
+        return Row(name=name, what=what, task=task, options=options, workers=1, needs_gpu=True)
+
+    window, nccl = ("--policy", "async", "--window", "1"), ("--sums", "nccl")
+    return [
+        row("gpu", f"{full}, 1 worker, 1 server", "gpt", shm),
+        row("cuda-sync-bf16", ours, "gpt-bf16", shm),
+        row("cuda-async-bf16", f"{ours}, {' '.join(window)}", "gpt-bf16", (*shm, *window), UNCOUNTED),
+        row("ring-nccl", f"{full}, a ring of 1 worker, {' '.join(nccl)}", "gpt", ("--exchange", "ring", *nccl)),
     ]
 
 
@@ -152,8 +177,9 @@ class Version:
 
     @property
     def environment(self) -> dict[str, str]:
-        """`benchmarks` is this checkout's for both versions."""
-        return {"PYTHONPATH": os.pathsep.join([str(self.source), str(ROOT)])}
+        """`benchmarks` is this checkout's for both versions; what else the caller can import, they can too."""
+        given = os.environ.get("PYTHONPATH", "")
+        return {"PYTHONPATH": os.pathsep.join([str(self.source), str(ROOT), *([given] if given else [])])}
 
     def check(self) -> None:
         """Processes with this environment import this version, not one that is installed."""
@@ -164,18 +190,22 @@ class Version:
 
 
 @contextlib.contextmanager
-def unpacked(commit: str, repository: pathlib.Path = ROOT) -> Iterator[Version]:
-    """The sources of a commit in a temporary folder.
+def unpacked(base: str, repository: pathlib.Path = ROOT) -> Iterator[Version]:
+    """The sources of a commit in a temporary folder, or those of a checkout where they are.
 
     By `git archive`: a worktree would leave an entry in the repository if this process were killed.
     """
-    words = ["git", "rev-parse", "--verify", "--short", f"{commit}^{{commit}}"]
+    sources = pathlib.Path(base, "src").absolute()
+    if (sources / "syncline" / "__init__.py").is_file():
+        yield Version(sources.parent.name, sources)
+        return
+    words = ["git", "rev-parse", "--verify", "--short", f"{base}^{{commit}}"]
     try:
         name = _run(words, cwd=repository).decode().strip()
         packed = _run(["git", "archive", "--format=tar", name, "src"], cwd=repository)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", b"") or str(error).encode()
-        raise ConfigError(f"{commit} is not a commit with src/: {said.decode(errors='replace').strip()}") from None
+        raise ConfigError(f"{base} is not a commit with src/: {said.decode(errors='replace').strip()}") from None
     with tempfile.TemporaryDirectory(prefix="syncline-base-") as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")
@@ -209,6 +239,7 @@ def measure(row: Row, new: Version, old: Version, effort: Effort) -> dict[Unit, 
     """Seconds per operation, and between hosts bytes per operation, of the new version (`ours`) and the old one."""
     if row.needs_gpu:
         check_gpu()
+        effort = dataclasses.replace(effort, turn_seconds=effort.turn_seconds * LONGER)
     if not row.on_hosts:
         return {"seconds": play(RunSide(row, new, "ours"), RunSide(row, old, "reference"), effort)}
     sent: dict[str, list[float]] = {"": [], "ours": [], "reference": []}
@@ -275,7 +306,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def check(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The commit to compare with.")] = "",
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="The commit, or the folder of a checkout, to compare with.")
+    ] = "",
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Compare this row; may be repeated; * works.")
     ] = None,
@@ -283,7 +316,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="All figures, for machines.")] = False,
     names: Annotated[bool, typer.Option("--list", help="Describe the rows and measure nothing.")] = False,
 ) -> None:
-    """Plays this checkout against the commit BASE, in turns, and fails where this checkout is slower.
+    """Plays this checkout against BASE, in turns, and fails where this checkout is slower.
 
     For each row it prints new/old over 15 pairs of turns: lower quartile, median, upper quartile. It fails where the
     lower quartile is above 1.10. What is new is the working tree as it is, with changes that are not committed.

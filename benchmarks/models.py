@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +32,38 @@ def mlp(*widths: int) -> nn.Module:
     for width, following in itertools.pairwise(widths):
         layers += [nn.Linear(width, following), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+class _Slowly(torch.autograd.Function):
+    """Passes its input on. Its backward sleeps, and then has a gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        (weight,) = ctx.saved_tensors
+        return gradients[0], torch.full_like(weight, 1e-3), None
+
+
+class _SlowLayer(nn.Module):
+    def __init__(self, size: int, seconds: float) -> None:
+        super().__init__()
+        self.weight, self._seconds = nn.Parameter(torch.zeros(size)), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed: torch.Tensor = _Slowly.apply(x, self.weight, self._seconds)  # type: ignore[no-untyped-call]
+        return passed
+
+
+def slow(num_layers: int, layer_bytes: int, seconds: float) -> nn.Module:
+    """A model whose backward takes so long and leaves the cores idle, as one on an accelerator does."""
+    layers = [_SlowLayer(layer_bytes // 4, seconds / num_layers) for _ in range(num_layers)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10), *layers)
 
 
 def images(batch_size: int, generator: torch.Generator) -> Batch:
@@ -81,7 +115,8 @@ MODELS = {
     "lenet": Recipe(build=lenet, batch_size=64, optimizer=_adam()),
     "mlp-small": Recipe(build=lambda: mlp(784, 128, 10), batch_size=64, optimizer=_adam()),
     "mlp-wide": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=32, optimizer=_sgd(0.9)),
-    "mlp-wide-256": Recipe(build=lambda: mlp(784, 2048, 2048, 10), batch_size=256, optimizer=_sgd(0.9)),
+    "slow-300": Recipe(build=lambda: slow(12, 2 << 20, 0.3), batch_size=4, optimizer=_sgd(0.0)),
+    "slow-1200": Recipe(build=lambda: slow(12, 2 << 20, 1.2), batch_size=4, optimizer=_sgd(0.0)),
     "mlp-tiny": Recipe(build=lambda: mlp(784, 4, 10), batch_size=4, optimizer=_sgd(0.0)),
     "gpt": _gpt(8, torch.float32),
     "gpt-bf16": _gpt(64, torch.bfloat16),

@@ -78,7 +78,11 @@ def _spanning_rows() -> list[Row]:
         ),
         ring_hosts("ring-hosts", LARGE, each=2, rate="1gbit", unit="seconds"),
         ring_hosts("ring-hosts-bytes", LARGE, each=2, rate="1gbit", unit="bytes"),
-        ring_early("ring-early", each=2, rate="1gbit"),
+        *(ring_early(f"ring-early-{n}", each=n) for n in (1, 2)),
+        ring_early("ring-early-gloo", each=1, sums="gloo"),
+        ring_early("ring-early-1-slow", each=1, is_stretched=True),
+        ring_early("ring-early-2-slow", each=2, is_stretched=True),
+        ring_early("ring-early-gloo-slow", each=1, sums="gloo", is_stretched=True),
         *(
             ring_beside_servers(f"ring-servers-{n}-{rate}", 16 * MIB, workers=n, rate=rate)
             for rate in ("1gbit", "10gbit")

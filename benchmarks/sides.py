@@ -18,9 +18,9 @@ from benchmarks.task import Task, to_arguments
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
 from syncline.errors import JobFailed, SynclineError
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.running import Script, run_job
-from syncline.launch.standby import Standby
 
 #: Every wait inside a job of the bench; a row that hangs ends by this.
 WAIT_SECONDS = 60.0
@@ -103,8 +103,8 @@ class JobSide:
         self._thread = threading.Thread(target=run, name="bench job", daemon=True)
         self._thread.start()
 
-    def _start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
-        process = start_member(plan, remote, standby)
+    def _start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
+        process = start_member(plan, remote, fork_server)
         self.pids[plan.name] = process.pid
         return process
 

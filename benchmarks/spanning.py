@@ -90,19 +90,24 @@ def ring_hosts(name: str, num_bytes: int, *, each: int, rate: str, unit: Unit) -
     )
 
 
-def ring_early(name: str, *, each: int, rate: str) -> Row:
-    """Training: sums that begin while backward goes on, beside sums that begin at the step."""
+def ring_early(name: str, *, each: int, sums: str = "ours", is_stretched: bool = False) -> Row:
+    """Gradients that leave while backward goes on, beside gradients that leave at the step. `is_stretched`: wire and
+    backward are four times as slow, as if cores were four times as fast: busy cores then say less."""
+    rate, milliseconds = ("250mbit", 1200) if is_stretched else ("1gbit", 300)
 
     def measure(effort: Effort) -> Samples:
-        task = Task(kind="train", model="mlp-wide-256", num_threads=1)
+        task = Task(kind="train", model=f"slow-{milliseconds}", num_threads=1)
+        options = (*_RING, "--sums", sums, *(("--trust-network",) if sums != "ours" else ()))
         with switch(2, rate) as hosts:
-            ours = SpannedJobSide(task, hosts, options=_RING, each=each)
+            ours = SpannedJobSide(task, hosts, options=options, each=each)
             late = msgspec.structs.replace(task, overlap=False)
-            return play(ours, SpannedJobSide(late, hosts, options=_RING, side="reference", each=each), effort)
+            return play(ours, SpannedJobSide(late, hosts, options=options, side="reference", each=each), effort)
 
+    workers = "a worker" if each == 1 else f"{each} workers"
+    model = f"24 MiB, backward sleeps {milliseconds} ms"
     return Row(
         name=name,
-        what=f"MLP 784-2048-2048-10 batch 256, SGD, ring, 2 hosts with {each} workers each at {rate}",
+        what=f"{model}, SGD, ring, 2 hosts with {workers} each at {rate}, --sums {sums}",
         reference="the same with overlap=False",
         reach=Reach("printed"),
         measure=measure,

@@ -45,9 +45,9 @@ def finish(folder: pathlib.Path, *scripts: SavedScript) -> str:
     return make(open_folder(str(folder.parent)), 1, scripts=scripts).digest
 
 
-def takes_up(job: Job, folder: pathlib.Path, digest: str) -> None:
+def resumes(job: Job, folder: pathlib.Path, digest: str) -> None:
     """As if this worker's job had begun with that checkpoint."""
-    taken_up: Any = job.checkpoints.resume
-    taken_up._ask = lambda message: GivenResume(str(folder), digest)
-    taken_up._is_known = taken_up.is_over = False
-    taken_up.begin(job.state)
+    resumed_from: Any = job.checkpoints.resume
+    resumed_from._ask = lambda message: GivenResume(str(folder), digest)
+    resumed_from._is_known = resumed_from.is_over = False
+    resumed_from.begin(job.state)

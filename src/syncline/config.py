@@ -28,6 +28,7 @@ LAUNCH_ONLY = frozenset(
         "hosts",
         "remote",
         "env",
+        "preload",
         "name",
         "bind",
         "profile",
@@ -115,6 +116,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     hosts: str = ""  #: a:4,b:4 — workers per host
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
     cores: str = ""  #: auto: every member of a host gets cores of its own, and as many threads
+    preload: bool = True  #: members of this host are forked from one process that has loaded torch (Linux)
     env: str = ""  #: torchrun: also set RANK, WORLD_SIZE, … for scripts that read them
     profile: bool = False  #: at the end, show where the time of the steps went
     runs: str = "runs"  #: folder that holds one folder per job
@@ -142,7 +144,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.exchange == "ring"
 
     @property
-    def has_circle(self) -> bool:
+    def has_process_group(self) -> bool:
         """Whether torch.distributed adds up gradients, among the servers of a ring."""
         return self.is_ring and self.sums != "ours"
 
@@ -331,5 +333,10 @@ def cores_here() -> list[int]:
 
 def num_threads() -> int:
     """How many threads this process may compute with: what the user or the launcher said, else one per core."""
+    return said_threads() or num_cores()
+
+
+def said_threads() -> int:
+    """The number of threads that the environment names; 0: none."""
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(said) if said.isdecimal() and int(said) > 0 else num_cores()
+    return int(said) if said.isdecimal() else 0

@@ -86,7 +86,7 @@ class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What a job has saved so far."""
 
     folder: str = ""  #: where to
-    taken_up: str = ""  #: the checkpoint that the job goes on from
+    resumed_from: str = ""  #: the checkpoint that the job goes on from
     last: str = ""  #: name of the newest checkpoint
     step: int = 0  #: its step
     num_saved: int = 0
@@ -100,7 +100,7 @@ class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
         words = [f"{self.num_saved} saved in {self.folder}"]
         words += [f"the last: {self.last}"] if self.last else []
         words += [f"{self.num_failed} given up, the last one because: {self.failure}"] if self.num_failed else []
-        words += [f"taken up: {self.taken_up}"] if self.taken_up else []
+        words += [f"taken up: {self.resumed_from}"] if self.resumed_from else []
         return "; ".join(words)
 
 
@@ -162,13 +162,13 @@ class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int  #: 0: of shards it shows when they are read
     num_done: int  #: in steps that count
     num_passed_over: int = 0  #: read, and in no step
-    num_aside: int = 0  #: set aside: three different workers have failed at them
+    num_quarantined: int = 0  #: three different workers failed on them
     leased: dict[str, int] = {}  #: worker -> samples that it has still to do
     is_steps: bool = False  #: of `job.steps`: all numbers are of steps
 
     @property
     def num_left(self) -> int:
-        return max(0, self.num_samples - self.num_done - self.num_passed_over - self.num_aside)
+        return max(0, self.num_samples - self.num_done - self.num_passed_over - self.num_quarantined)
 
 
 class JobStats(msgspec.Struct, frozen=True, kw_only=True):

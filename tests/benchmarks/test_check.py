@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -116,7 +117,12 @@ def test_the_rows_that_later_changes_are_held_to():
         "ring-int8",
         "ring-topk",
         "allreduce-small",
+        "replicas",
+        "leases",
         "gpu",
+        "cuda-sync-bf16",
+        "cuda-async-bf16",
+        "ring-nccl",
     ]
     assert set(wanted) <= set(ROWS)
     assert check.FULL.num_pairs >= 15
@@ -140,6 +146,15 @@ def test_a_commit_is_unpacked_and_nothing_is_left(temporary: Path):
         check.unpacked("nothing-like-it"),
     ):
         pass
+
+
+def test_a_folder_with_sources_is_used_where_it_is(monkeypatch: pytest.MonkeyPatch):
+    """What the caller's PYTHONPATH has is found too, after the version that is meant."""
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    with check.unpacked(str(ROOT)) as version:
+        assert version == check.Version(ROOT.name, ROOT / "src")
+        assert version.environment["PYTHONPATH"].split(os.pathsep) == [str(ROOT / "src"), str(ROOT), "elsewhere"]
+        version.check()
 
 
 def test_another_syncline_than_the_one_that_is_meant_is_noticed(tmp_path: Path):

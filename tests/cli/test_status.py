@@ -51,14 +51,14 @@ def test_a_quiet_job() -> None:
 
 def test_how_far_the_epochs_are_and_who_has_read_how_much() -> None:
     epoch = EpochProgress(
-        loader="loader-0", epoch=1, num_samples=1000, num_done=380, num_passed_over=16, num_aside=4,
+        loader="loader-0", epoch=1, num_samples=1000, num_done=380, num_passed_over=16, num_quarantined=4,
         leased={"worker-0": 64},
     )  # fmt: skip
     lines = show_status(
         job(epochs=[epoch], members=[member("worker-0", step=12, samples_per_second=1234.5, share=0.25)])
     ).splitlines()
     assert lines[3].endswith("slices  samples/s  share") and lines[4].endswith("1,234   25 %")
-    assert "loader-0: epoch 2 (40 %): 380 samples done, 16 passed over, 4 set aside, leased: worker-0 64" in lines
+    assert "loader-0: epoch 2 (40 %): 380 samples done, 16 passed over, 4 quarantined, leased: worker-0 64" in lines
 
 
 def test_who_waits_for_whom_and_what_happened() -> None:

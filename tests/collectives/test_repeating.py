@@ -223,7 +223,7 @@ class _Receiver:
         self.delivered: list[Any] = []
         self.reason = ""
 
-    def landing(self, header: Any, message: Any) -> Any:
+    def buffers_for(self, header: Any, message: Any) -> Any:
         return [memoryview(bytearray(header.payload_bytes))]
 
     def deliver(self, header: Any, message: Any, payload: Any, attachment: Any) -> None:

@@ -46,7 +46,7 @@ from syncline.core.wire.control import (
     Uploaded,
     Watch,
 )
-from syncline.core.wire.leases import AskLeaseAcks, GaveBack, Recall, Uses
+from syncline.core.wire.leases import AskLeaseAcks, GaveBack, GivenLeaseAcks, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError, StoreError
 from syncline.net.memory import pair
@@ -104,7 +104,7 @@ class Played:
         self.clocks: list[tuple[str, int, int]] = []
         self.reach: list[tuple[str, int, int, str]] = []
         self.copies: list[Copy] = []
-        self.uses: list[tuple[int, int, int]] = []
+        self.acks: list[tuple[int, int, int]] = []
         self.num_updates = 0
         self.num_versions = 0  # of slices that are behind the others in updates
         self.marked: dict[int, Slice] = {}
@@ -120,7 +120,7 @@ class Played:
         self.stamp.incarnation = self.incarnation
         self.endpoint = Endpoint(left, self.stamp, self)
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError("no payload")
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
@@ -137,7 +137,7 @@ class Played:
         elif isinstance(message, AskCopies):
             request.reply(GivenCopies([c for c in self.copies if c.slice in message.slices]))
         elif isinstance(message, AskLeaseAcks):
-            request.reply(Uses(list(self.uses)))
+            request.reply(GivenLeaseAcks(list(self.acks)))
         elif isinstance(message, Recall):
             request.reply(GaveBack(list(self.gives_back)))
         elif isinstance(message, Install | Host | SeedTo | GiveCopies | Expect | Mark | Resume):
@@ -158,9 +158,9 @@ class Played:
         for clock in message.through:
             known[clock[:2]] = max(clock, known.get(clock[:2], clock))
         self.clocks = list(known.values())
-        uses = self.uses if 0 in self.slices() else []
+        acks = self.acks if 0 in self.slices() else []
         versions = self.num_updates * len(self.slices()) + self.num_versions
-        return SnapshotBarrierClosed(self.clocks, uses, num_updates=self.num_updates, versions=versions)
+        return SnapshotBarrierClosed(self.clocks, acks, num_updates=self.num_updates, versions=versions)
 
     def slices(self) -> dict[int, Slice]:
         """Of which it is the primary."""

@@ -17,7 +17,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     """Whoever asks for a save waits for it, and it for workers and servers, however slow the machine is."""
     monkeypatch.setattr("syncline.coordinator.saves.ASKER_SECONDS", SECONDS)
     monkeypatch.setattr("syncline.coordinator.saves.EXPECT_SECONDS", SECONDS)
-    monkeypatch.setattr("syncline.coordinator.saves.CUT_SECONDS", SECONDS)
+    monkeypatch.setattr("syncline.coordinator.saves.SNAPSHOT_SECONDS", SECONDS)
     return tmp_path / "saves"
 
 

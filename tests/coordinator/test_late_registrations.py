@@ -32,7 +32,7 @@ def saved_before(jobs: Any, folder: pathlib.Path, *more: str) -> None:
     job.coordinator.close()
 
 
-def taken_up(jobs: Any, folder: pathlib.Path, **settings: Any) -> Any:
+def resumed_from(jobs: Any, folder: pathlib.Path, **settings: Any) -> Any:
     job = jobs(checkpoint=str(folder), save_every="1h", slice_bytes=4096, **settings).begin()
     assert register(job, "w").upload is None
     return job
@@ -40,7 +40,7 @@ def taken_up(jobs: Any, folder: pathlib.Path, **settings: Any) -> Any:
 
 def test_what_came_after_the_save_starts_with_its_own_values(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
-    job = taken_up(jobs, folder)
+    job = resumed_from(jobs, folder)
     num_read = len(job["server-0"].all(Resume))
     answer = register(job, "v", ordinal=1)
     assert isinstance(answer, Registered) and answer.upload == 1, "the chief is asked for its values"
@@ -52,7 +52,7 @@ def test_what_came_after_the_save_starts_with_its_own_values(jobs: Any, folder: 
 
 def test_a_mixture_is_still_another_model(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder, "v")
-    job = taken_up(jobs, folder)
+    job = resumed_from(jobs, folder)
     with pytest.raises(LayoutError, match=r"'u'.*none of that name"):
         register(job, "v", "u", ordinal=1)
 
@@ -60,7 +60,7 @@ def test_a_mixture_is_still_another_model(jobs: Any, folder: pathlib.Path) -> No
 def test_what_was_taken_up_is_kept_until_all_of_it_is_registered(jobs: Any, folder: pathlib.Path) -> None:
     """No save made meanwhile has it: retention would take the only copy."""
     saved_before(jobs, folder, "v")
-    job = taken_up(jobs, folder, keep=2)
+    job = resumed_from(jobs, folder, keep=2)
     for _ in range(4):
         job["worker-0"].ask(Save())
     first = folder / "000001-step-7"
@@ -73,7 +73,7 @@ def test_what_was_taken_up_is_kept_until_all_of_it_is_registered(jobs: Any, fold
 
 def test_a_coordinator_that_came_later_does_without_what_was_removed(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
-    job = taken_up(jobs, folder, keep=2)
+    job = resumed_from(jobs, folder, keep=2)
     for _ in range(3):
         job["worker-0"].ask(Save())
     assert not (folder / "000001-step-7").exists()
@@ -95,7 +95,7 @@ def test_a_coordinator_that_came_later_does_without_what_was_removed(jobs: Any, 
 
 def test_nothing_to_register_is_an_error_and_no_crash(jobs: Any, folder: pathlib.Path) -> None:
     saved_before(jobs, folder)
-    job = taken_up(jobs, folder)
+    job = resumed_from(jobs, folder)
     with pytest.raises(LayoutError, match="nothing to register"):
         register(job, ordinal=1)
     with pytest.raises(LayoutError, match="nothing to register"):
@@ -109,7 +109,7 @@ def test_an_error_while_a_job_is_taken_up_ends_it(jobs: Any, folder: pathlib.Pat
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("syncline.coordinator.restore.taken_up", broken)
+    monkeypatch.setattr("syncline.coordinator.restore.ledger_to_resume", broken)
     job = jobs(checkpoint=str(folder))
     for role, name in (
         ("server", "server-0"),
@@ -124,7 +124,7 @@ def test_an_error_while_a_job_is_taken_up_ends_it(jobs: Any, folder: pathlib.Pat
 
 def test_trouble_with_the_store_leaves_what_was_taken_up(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
     saved_before(jobs, folder, "v")
-    job = taken_up(jobs, folder, keep=2)
+    job = resumed_from(jobs, folder, keep=2)
     job.coordinator.resume._manifest = None
 
     def fail(*_: Any) -> Any:

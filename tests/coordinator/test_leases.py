@@ -52,7 +52,7 @@ def primary(job: Job) -> Any:
 
 def used(job: Job, *leases: GivenLease) -> None:
     """The server of slice 0 says with its beat that all of these was used."""
-    primary(job).ask(Heartbeat(uses=[(one.lease, 0, len(one.span)) for one in leases]))
+    primary(job).ask(Heartbeat(acks=[(one.lease, 0, len(one.span)) for one in leases]))
 
 
 def take_all(job: Job, name: str) -> list[GivenLease]:
@@ -101,7 +101,7 @@ def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs:
     """A word that nobody answers may get lost: the backup still has what was confirmed long ago, and says so."""
     job = begin(jobs, replicas=2)
     one = lease(job, "worker-0")
-    uses = [(one.lease, 0, len(one.span))]
+    acks = [(one.lease, 0, len(one.span))]
     used(job, one)
     until(lambda: bool(primary(job).all(Confirm)), "it is kept")
     name, backup = job.replica_sets()[0]
@@ -109,9 +109,9 @@ def test_what_a_backup_was_not_told_is_confirmed_to_it_when_it_is_promoted(jobs:
     until(lambda: job.replica_sets()[0][0] == backup, "the backup is promoted")
     before = len(job[backup].all(Confirm))
     num_done = job.coordinator.membership.state.leases.epochs["a"][0].num_done
-    job[backup].ask(Heartbeat(uses=uses))
+    job[backup].ask(Heartbeat(acks=acks))
     until(lambda: len(job[backup].all(Confirm)) > before, "it may forget that now")
-    assert job[backup].all(Confirm)[-1].uses == uses
+    assert job[backup].all(Confirm)[-1].acks == acks
     assert job.coordinator.membership.state.leases.epochs["a"][0].num_done == num_done == len(one.span)
 
 
@@ -124,7 +124,7 @@ def test_what_is_not_kept_is_not_confirmed(jobs: Any) -> None:
     assert not primary(job).all(Confirm)
     job.disk.full = False
     until(lambda: bool(primary(job).all(Confirm)), "as soon as there is space")
-    assert primary(job).all(Confirm)[-1].uses == [(one.lease, 0, len(one.span))]
+    assert primary(job).all(Confirm)[-1].acks == [(one.lease, 0, len(one.span))]
 
 
 def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs: Any) -> None:
@@ -139,7 +139,7 @@ def test_the_dead_ones_leases_go_back_after_the_server_has_said_what_counts(jobs
     asked = len(server.held)
     until(lambda: len(server.held) > asked, "the server is asked after that")
     assert not waiting.arrives(0.1)
-    server.uses = [(first.lease, 0, 4)]
+    server.acks = [(first.lease, 0, 4)]
     server.holds.clear()
     for request in server.held:
         server.handle(request)
@@ -285,7 +285,7 @@ def test_loaders_of_different_length_are_refused(jobs: Any) -> None:
 def test_with_one_replica_the_living_say_what_the_lost_server_knew(jobs: Any) -> None:
     job = begin(jobs, slice_bytes=1 << 20)
     one = lease(job, "worker-0")
-    job["worker-0"].uses = [(one.lease, 0, len(one.span))]
+    job["worker-0"].acks = [(one.lease, 0, len(one.span))]
     job["worker-0"].copies = [Copy(0, 3, {}, 3)]
     job.kill(primary(job).name)
     until(lambda: bool(job["worker-0"].all(AskLeaseAcks)), "it is asked")
@@ -299,7 +299,7 @@ def test_of_job_steps_it_is_said_that_steps_pushed_nothing(jobs: Any) -> None:
     first = found[0]
     job["worker-0"].ask(LeaveEpoch("a", 0, [(one.lease, len(one.span)) for one in found], [(first.lease, 0, 1)]))
     for one in found:
-        primary(job).ask(Heartbeat(uses=[(one.lease, 1 if one is first else 0, len(one.span))]))
+        primary(job).ask(Heartbeat(acks=[(one.lease, 1 if one is first else 0, len(one.span))]))
     assert ask(job, "worker-0").wait(SECONDS).is_finished
     until(lambda: any("job.steps: 1 step pushed nothing" in line for line in job.log), "it is said")
     assert not any("samples" in line for line in job.log)

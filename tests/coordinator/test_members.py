@@ -243,9 +243,9 @@ def test_status_shows_everyone(jobs: Any) -> None:
     assert by_name["server-0"].num_primary and by_name["server-0"].num_backup
     replica_sets = job.coordinator.membership.state.replica_sets.values()
     assert answer.status.protection == protection(2, ["a", "a"], replica_sets), "the same words as at the start"
-    assert "process-level only" in answer.status.protection
+    assert "all servers are on it" in answer.status.protection
     one_alone = [ReplicaSet(0, "server-0"), *list(replica_sets)[1:]]
-    alone = f"1 of {len(replica_sets)} slices has no backup now: it lives as long as its server"
+    alone = f"1 of {len(replica_sets)} slices has no backup now; a server's death can lose it"
     assert alone in protection(2, ["a", "b"], one_alone)
     left.close()
 

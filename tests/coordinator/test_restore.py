@@ -36,7 +36,7 @@ def saved_before(jobs: Any, folder: pathlib.Path) -> None:
     job["worker-0"].ask(OpenEpoch("train", 0, Loader(40, 4)))
     lease = job["worker-0"].ask(AskLease("train", 0, []))
     for name in ("server-0", "server-1"):
-        job[name].uses = [(lease.lease, 0, 4)]
+        job[name].acks = [(lease.lease, 0, 4)]
     job["worker-0"].ask(Save())
     job.coordinator.close()
 
@@ -105,7 +105,7 @@ def test_a_damaged_one_falls_back_to_the_one_before_by_name(jobs: Any, folder: p
     path.write_bytes(data)
     job = jobs(checkpoint=str(folder), slice_bytes=4096).begin()
     assert any("000002-step-9" in line and "passed over" in line for line in job.log), job.log
-    assert job.disk.last.saves.taken_up.name == "000001-step-7"
+    assert job.disk.last.saves.resumed_from.name == "000001-step-7"
 
 
 def test_a_place_without_a_checkpoint_ends_a_job_that_was_to_start_from_it(jobs: Any, tmp_path: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ from syncline.core.wire.checkpoints import (
     WriteScript,
 )
 from syncline.core.wire.control import AskStatus, Barrier, Heartbeat, Install, Leave, Passed, Register, Registered
-from syncline.core.wire.leases import AskLease, AskLeaseAcks, OpenEpoch, Uses
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, GivenLeaseAcks, OpenEpoch
 from syncline.core.wire.message import Done
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
@@ -74,7 +74,7 @@ def test_what_was_used_at_the_cut_and_not_confirmed_is_done(jobs: Any, folder: p
     job["worker-0"].ask(OpenEpoch("train", 0, Loader(40, 4)))
     lease = job["worker-0"].ask(AskLease("train", 0, []))
     for name in ("server-0", "server-1"):
-        job[name].uses = [(lease.lease, 0, 4)]
+        job[name].acks = [(lease.lease, 0, 4)]
     job["worker-0"].ask(Save())
     assert manifest(folder).leases.epochs["train"][0].num_done == 4
 
@@ -90,7 +90,7 @@ def test_no_cut_while_a_worker_is_to_say_what_it_has_used(jobs: Any, folder: pat
     call = job["worker-0"].endpoint.call(Save())
     until(lambda: bool(job["worker-1"].held), "it is asked what it has used")
     assert not call.arrives(0.2) and not job["server-0"].all(CloseSnapshotBarrier)
-    job["worker-1"].held[0].reply(Uses([(lease.lease, 0, 4)]))
+    job["worker-1"].held[0].reply(GivenLeaseAcks([(lease.lease, 0, 4)]))
     assert isinstance(call.wait(SECONDS), Saved)
     assert manifest(folder).leases.epochs["train"][0].num_done == 4
 
@@ -145,7 +145,7 @@ def test_a_server_that_is_lost_while_it_writes_has_the_save_made_again(jobs: Any
 def test_a_cut_that_does_not_come_to_be_level_is_given_up_after_three_tries(
     jobs: Any, folder: pathlib.Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("syncline.coordinator.saves.CUT_SECONDS", 0.05)
+    monkeypatch.setattr("syncline.coordinator.saves.SNAPSHOT_SECONDS", 0.05)
     monkeypatch.setattr("syncline.coordinator.saves.AGAIN_SECONDS", 0.01)
     job = begun(jobs, folder)
     job["server-1"].holds.add(CloseSnapshotBarrier)

@@ -8,7 +8,7 @@ from syncline.core.members import Standing
 from syncline.core.policy import parse_policy
 from syncline.core.reconfigure import Reconfiguration
 from syncline.core.replica_sets import ReplicaSet
-from syncline.core.rounds import ERA, LOOP, Rounds
+from syncline.core.rounds import BARRIER_EPOCH, LOOP, Rounds
 from syncline.core.wire.control import Prepared
 
 
@@ -139,22 +139,22 @@ def test_those_who_enter_begin_after_the_highest_round_that_any_server_has_opene
 @pytest.mark.parametrize("moves", [False, True])
 def test_who_enters_again_goes_on_with_its_clock_in_the_round_after_all_that_were_opened(moves: bool) -> None:
     """It came late to a barrier, and was away meanwhile: one server has gone a round further than the other."""
-    at_barrier = Standing("worker-2", 7, clock=4, phase=ERA, at_barrier=True)
-    here, there = (Standing("worker-1", 2, clock=k, phase=ERA) for k in (6, 5))
+    at_barrier = Standing("worker-2", 7, clock=4, phase=BARRIER_EPOCH, at_barrier=True)
+    here, there = (Standing("worker-1", 2, clock=k, phase=BARRIER_EPOCH) for k in (6, 5))
     one = answered(
         change(entering={"worker-2": 7}, staying={"worker-1": 2, "worker-2": 7}, moves=moves),
         Prepared([here, at_barrier], 0), Prepared([there, at_barrier], 0),
     )  # fmt: skip
     (back,) = [standing for standing in one.standings() if standing.name == "worker-2"]
-    assert (back.clock, back.turn(), back.active) == (4, (ERA, 6), True)
+    assert (back.clock, back.turn(), back.active) == (4, (BARRIER_EPOCH, 6), True)
     assert ("worker-2", 7, 4) in one.settle() or not moves
 
 
 def test_those_who_enter_behind_a_barrier_are_in_the_new_era() -> None:
     """The first commit from behind the barrier may not be there yet, and levels everyone when it comes."""
     old = Standing("worker-0", 2, clock=5, at_barrier=True)
-    one = answered(change(entering={"worker-5": 9}, phase=ERA), Prepared([old], 0), Prepared([old], 0))
-    assert one.turn() == (ERA, 0) and one.standings()[0].turn() == (ERA, 0)
+    one = answered(change(entering={"worker-5": 9}, phase=BARRIER_EPOCH), Prepared([old], 0), Prepared([old], 0))
+    assert one.turn() == (BARRIER_EPOCH, 0) and one.standings()[0].turn() == (BARRIER_EPOCH, 0)
 
 
 def test_those_who_enter_stand_beside_the_slowest() -> None:
@@ -223,7 +223,7 @@ def test_who_enters_a_loop_that_all_others_have_left_is_not_at_its_end() -> None
     )
     assert one.places()["worker-2"].phase == LOOP and one.standings()[0].turn() == (LOOP, 0)
     rounds: Rounds[str] = Rounds(parse_policy("sync"), [])
-    rounds.begin_anew([gone, *one.standings()], {("worker-0", 2): 9})
+    rounds.reset([gone, *one.standings()], {("worker-0", 2): 9})
     assert rounds.commit("worker-2", 9, 1, LOOP, "2@1").apply, "those who have left the loop are not waited for"
 
 

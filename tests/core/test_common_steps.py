@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.checkpoint.snapshot import ledger_to_resume
 from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.core.leasing.loader import Loader
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_goes_on_with_what_is_left_in_either_policy() -> None:
     number = leasing.ask(A, "steps-0", 0, [A], newest=0).lease.number  # type: ignore[union-attr]
     use(leasing, number, 0, 1, 2)
     for in_rounds in (True, False):
-        again = opened(("worker-0", 9), state=taken_up(leasing.state), in_rounds=in_rounds)
+        again = opened(("worker-0", 9), state=ledger_to_resume(leasing.state), in_rounds=in_rounds)
         answer = again.ask(("worker-0", 9), "steps-0", 0, [("worker-0", 9)], newest=0)
         assert answer.lease is not None and answer.lease.span.start + answer.begin == 3
 

@@ -105,7 +105,7 @@ def test_workers_are_to_say_what_they_used_until_each_has_said_it() -> None:
     here: LeaseQueue[str] = LeaseQueue(members)
     here.leasing.open(ONE, "a", 0, DATA, 2)
     (one, *_) = take_all(here, ONE)
-    here.uses_are_lost()
+    here.acks_are_lost()
     assert here.unheard() == [ONE, TWO]
     here.heard(ONE, [(one.lease, 0, 2)], [], is_all=False)
     epoch = here.leasing.epoch("a", 0)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.checkpoint.snapshot import ledger_to_resume
 from syncline.core.leasing.leases import SHARD_POSITIONS, LeaseState, Leasing
 from syncline.core.leasing.ledger import Lease
 from syncline.core.leasing.loader import Loader
@@ -101,10 +101,10 @@ class Play:
                 self.leasing.gave_back(worker.owner, "a", 0, worker.give_back())
 
     def commit(self, worker: Worker) -> None:
-        uses, worker.open = worker.open, []
-        for number, begin, end in uses:
+        acks, worker.open = worker.open, []
+        for number, begin, end in acks:
             self.counted += self.spans[number].positions(begin, end).tolist()
-        assert self.leasing.used(uses) == sum(end - begin for _, begin, end in uses)
+        assert self.leasing.used(acks) == sum(end - begin for _, begin, end in acks)
 
     def die(self, worker: Worker) -> None:
         self.leasing.out(worker.owner, failed=False)
@@ -348,7 +348,7 @@ def test_a_loader_that_is_not_as_it_is_known_is_told_where_the_other_description
     with pytest.raises(ConfigError, match=r"earlier in this job the same loader had 64 .* name= of its own") as told:
         again.open(one, "a", 1, Loader(64, 8), 1)
     assert "other" not in str(told.value).replace("another", "")
-    taken = taken_up(leasing.state)
+    taken = ledger_to_resume(leasing.state)
     with pytest.raises(ConfigError, match=r"worker-0 has 64 .* of 8 in 'a', and the checkpoint .* has 64 .*--fresh"):
         Leasing(taken, in_rounds=True).open(one, "a", 0, Loader(64, 8), 1)
 

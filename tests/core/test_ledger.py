@@ -101,7 +101,7 @@ def test_a_batch_at_which_three_workers_fail_is_set_aside() -> None:
         else:
             assert positions(lease) == [4, 5, 6, 7], "it is handed out alone, and first"
         one.out(owner, failed=True)
-    assert [(suspect.span, suspect.workers) for suspect in one.aside] == [
+    assert [(suspect.span, suspect.workers) for suspect in one.quarantined] == [
         (Span(4, 8), ["worker-0", "worker-1", "worker-2"])
     ]
     assert one.num_todo == 16 and not one.suspect_batches
@@ -215,7 +215,7 @@ class Epochs(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         found = sorted(self.done)
-        for span in [*self.one.todo, *(s.span for s in self.one.aside)]:
+        for span in [*self.one.todo, *(s.span for s in self.one.quarantined)]:
             found += span.positions().tolist()
         for lease in self.one.leases.values():
             found += [p for span in lease.rest() for p in span.positions().tolist()]

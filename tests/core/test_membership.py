@@ -11,7 +11,7 @@ from syncline.config import JobConfig
 from syncline.core.members import Address
 from syncline.core.membership import NOT_UP, Barriers, JobState, Membership, Outcome
 from syncline.core.replica_sets import ReplicaSet
-from syncline.core.rounds import ERA
+from syncline.core.rounds import BARRIER_EPOCH
 from syncline.core.wire.control import Passed
 from syncline.errors import ConfigError
 
@@ -313,9 +313,11 @@ def test_a_barrier_that_all_have_passed_is_open() -> None:
 
 def test_who_comes_late_to_a_barrier_that_all_have_passed_stays_away() -> None:
     """Rounds went on without it: on one server one round more than on another."""
-    assert Barriers.behind_passed(ERA + 2, ERA) == Passed(ERA + 2, is_away=True)
-    assert Barriers.behind_passed(ERA, ERA) == Passed(ERA, is_away=True)
-    assert Barriers.behind_passed(4, ERA) == Passed(ERA), "it passed with the others, and has not heard so"
+    assert Barriers.behind_passed(BARRIER_EPOCH + 2, BARRIER_EPOCH) == Passed(BARRIER_EPOCH + 2, is_away=True)
+    assert Barriers.behind_passed(BARRIER_EPOCH, BARRIER_EPOCH) == Passed(BARRIER_EPOCH, is_away=True)
+    assert Barriers.behind_passed(4, BARRIER_EPOCH) == Passed(BARRIER_EPOCH), (
+        "it passed with the others, and has not heard so"
+    )
 
 
 def test_new_slices_go_to_servers_that_know_where_workers_stand() -> None:

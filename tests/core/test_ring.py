@@ -65,13 +65,13 @@ def test_with_servers_all_of_that_is_fine() -> None:
 def test_what_a_death_costs() -> None:
     config = JobConfig(workers=2, exchange="ring", replicas=2)
     text = protection_of(config, ["local", "local"])
-    assert "the loss of any process but the last costs nothing (process-level only: all are on one host)" in text
-    assert "process-level" not in protection_of(config, ["a", "b"])
-    assert "nobody else has a copy" in protection_of(config, ["a"])
+    assert text == "survives the death of all workers but one, but not of this host: all workers are on it"
+    assert "a whole host can tear one step" in protection_of(config, ["a", "b"])
+    assert "no other process has a copy" in protection_of(config, ["a"])
     assert "1 of 2 slices" in protection_of(
         config, ["a", "b"], [ReplicaSet(0, "server-0"), ReplicaSet(1, "server-1", "server-0")]
     )
-    assert protection_of(JobConfig(replicas=1), ["a"]).startswith("1 replica")
+    assert protection_of(JobConfig(replicas=1), ["a"]).startswith("if a server dies")
 
 
 # -- who is in --------------------------------------------------------------------------------------------

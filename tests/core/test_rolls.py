@@ -222,7 +222,7 @@ def test_another_that_decides_from_now_on_keeps_to_what_any_server_knows() -> No
         there.learn(told(here, worker, 1))
     there.decides = True
     standings = merged([there.standings.values()]).values()
-    there.begin_anew(standings, {("worker-3", 13): 0})
+    there.reset(standings, {("worker-3", 13): 0})
     late = commit(there, 3, 1)
     assert (late.kind, applied(late)) == ("late", [(("worker-3", 1),)])
     assert applied(commit(there, 3, 2)) == [], "in the next round"
@@ -238,7 +238,7 @@ def test_one_server_that_is_left_closes_no_round_before_it_has_the_last_one() ->
     here.learn(RoundMembership(0, 1, [("worker-0", 10, 1)], [("worker-1", 11, 1)]))
     here.is_alone = True
     clocks = {("worker-1", 11): 1}
-    here.begin_anew([Standing(f"worker-{k}", 10 + k, clock=1) for k in range(3)], clocks)
+    here.reset([Standing(f"worker-{k}", 10 + k, clock=1) for k in range(3)], clocks)
     waits = commit(here, 1, 2)
     assert applied(waits) == [] and waits.reason == "the round waits for worker-0"
     assert applied(commit(here, 0, 1)) == [(("worker-0", 1),), (("worker-1", 2),)]
@@ -258,7 +258,7 @@ def test_who_rests_since_a_round_that_is_lost_with_a_slice_is_not_waited_for() -
     for worker in (0, 1):
         commit(here, worker, 1)
     here.rest("worker-0", 10, 0)
-    here.begin_anew(list(here.standings.values()), {})
+    here.reset(list(here.standings.values()), {})
     assert here.standings["worker-0"].clock == 0
     assert unanswered(here.rolls.newest, here.standings) == []
     assert applied(commit(here, 1, 1)) == [(("worker-1", 1),)]
@@ -273,12 +273,12 @@ def test_who_stands_where_the_one_that_is_gone_has_put_it() -> None:
     commit(here, 2, 1)
     roll = told(here, 2, 1)
     there.learn(roll)
-    there.begin_anew(list(there.standings.values()), {("worker-2", 12): 1, ("worker-0", 10): 3, ("worker-1", 11): 3})
+    there.reset(list(there.standings.values()), {("worker-2", 12): 1, ("worker-0", 10): 3, ("worker-1", 11): 3})
     standing = there.standings["worker-2"]
     assert standing.turn() == (0, 3) and standing.late == 1
     assert commit(there, 2, 1).kind == "late"
     last_inactive = Standing("worker-2", 12, clock=1, phase=4, phase_began=1, inactive=True)
-    there.begin_anew([last_inactive], {("worker-2", 12): 1})
+    there.reset([last_inactive], {("worker-2", 12): 1})
     assert last_inactive.turn() == (4, 0) and last_inactive.inactive, "it has rested since"
 
 

@@ -101,7 +101,7 @@ def test_who_is_forgotten_is_fenced_and_no_stranger() -> None:
     rounds = rounds_of(SYNC, 3)
     rounds.leave("worker-1", 11)
     rounds.forget_left("worker-1")
-    rounds.begin_anew([rounds.standings["worker-0"]], {})
+    rounds.reset([rounds.standings["worker-0"]], {})
     for number in (1, 2):
         with pytest.raises(FencedError, match=f"worker-{number}, incarnation {10 + number}, has been evicted"):
             rounds.standing(f"worker-{number}", 10 + number)

@@ -7,7 +7,7 @@ import pytest
 from syncline.core.members import Standing, merged
 from syncline.core.policy import parse_policy
 from syncline.core.reconfigure import next_turn
-from syncline.core.rounds import ERA, Rounds, Verdict
+from syncline.core.rounds import BARRIER_EPOCH, Rounds, Verdict
 from syncline.errors import FencedError
 
 
@@ -134,7 +134,7 @@ def test_where_slices_came_or_went_open_commits_are_made_anew_from_what_every_sl
     standings = [
         Standing(s.name, s.incarnation, clock=s.clock, position=s.position) for s in rounds.standings.values()
     ]
-    dropped = rounds.begin_anew(standings, {("worker-0", 10): 1, ("worker-1", 11): 1})
+    dropped = rounds.reset(standings, {("worker-0", 10): 1, ("worker-1", 11): 1})
     assert [commit.item for commit in dropped] == ["open"]
     assert rounds.clocks() == {"worker-0": (10, 1), "worker-1": (11, 1)}
     commit(rounds, 0, 2)
@@ -156,8 +156,8 @@ def test_the_word_of_the_server_that_heard_more_counts() -> None:
 
 def test_the_next_round_is_the_highest_that_any_server_has_opened() -> None:
     assert next_turn([]) == (0, 0)
-    low, high = Standing("worker-0", 1, clock=9), Standing("worker-1", 2, clock=4, phase=ERA, phase_began=3)
-    assert next_turn([low, high]) == (ERA, 1)
+    low, high = Standing("worker-0", 1, clock=9), Standing("worker-1", 2, clock=4, phase=BARRIER_EPOCH, phase_began=3)
+    assert next_turn([low, high]) == (BARRIER_EPOCH, 1)
 
 
 def test_who_enters_behind_a_barrier_keeps_its_round_when_the_first_commit_of_the_era_comes_later() -> None:
@@ -166,19 +166,21 @@ def test_who_enters_behind_a_barrier_keeps_its_round_when_the_first_commit_of_th
     for rounds in (heard, not_yet):
         commit(rounds, 0, 1)
         rounds.rest("worker-0", 10, 0, at_barrier=True)
-    heard.commit("worker-0", 10, 2, ERA, "0@2")
+    heard.commit("worker-0", 10, 2, BARRIER_EPOCH, "0@2")
     for rounds in (heard, not_yet):
-        rounds.enter(Standing("worker-1", 11, phase=ERA, phase_began=-1))
-    assert items(not_yet.commit("worker-0", 10, 2, ERA, "0@2")) == [("0@2",)], "it enters with the round after this"
+        rounds.enter(Standing("worker-1", 11, phase=BARRIER_EPOCH, phase_began=-1))
+    assert items(not_yet.commit("worker-0", 10, 2, BARRIER_EPOCH, "0@2")) == [("0@2",)], (
+        "it enters with the round after this"
+    )
     for rounds in (heard, not_yet):
-        rounds.commit("worker-1", 11, 1, ERA, "1@1")
-        assert items(rounds.commit("worker-0", 10, 3, ERA, "0@3")) == [("0@3", "1@1")]
+        rounds.commit("worker-1", 11, 1, BARRIER_EPOCH, "1@1")
+        assert items(rounds.commit("worker-0", 10, 3, BARRIER_EPOCH, "0@3")) == [("0@3", "1@1")]
 
 
 def test_the_first_to_enter_finds_nobody() -> None:
     rounds = rounds_of("sync", 0)
-    rounds.enter(Standing("worker-0", 10, phase=ERA))
-    assert items(rounds.commit("worker-0", 10, 1, ERA, "0@1")) == [("0@1",)]
+    rounds.enter(Standing("worker-0", 10, phase=BARRIER_EPOCH))
+    assert items(rounds.commit("worker-0", 10, 1, BARRIER_EPOCH, "0@1")) == [("0@1",)]
 
 
 def test_a_late_word_from_before_the_barrier_takes_nobody_out_of_the_new_era() -> None:
@@ -186,9 +188,9 @@ def test_a_late_word_from_before_the_barrier_takes_nobody_out_of_the_new_era() -
     rounds = rounds_of("sync", 2)
     for worker in (0, 1):
         rounds.rest(f"worker-{worker}", 10 + worker, 0, at_barrier=True)
-    rounds.commit("worker-0", 10, 1, ERA, "0@1")
+    rounds.commit("worker-0", 10, 1, BARRIER_EPOCH, "0@1")
     assert items(rounds.rest("worker-1", 11, 0, at_barrier=True)) == []
-    assert items(rounds.commit("worker-1", 11, 1, ERA, "1@1")) == [("0@1", "1@1")]
+    assert items(rounds.commit("worker-1", 11, 1, BARRIER_EPOCH, "1@1")) == [("0@1", "1@1")]
 
 
 def test_a_round_that_is_whole_because_somebody_entered_is_released_then() -> None:
@@ -204,7 +206,7 @@ def test_a_round_that_is_whole_because_somebody_entered_is_released_then() -> No
 def test_who_enters_behind_a_barrier_ends_the_rounds_of_the_era_before_it() -> None:
     rounds = rounds_of("sync", 2)
     commit(rounds, 0, 1)
-    rounds.enter(Standing("worker-2", 12, phase=ERA))
+    rounds.enter(Standing("worker-2", 12, phase=BARRIER_EPOCH))
     assert items(rounds.release()) == [("0@1",)]
 
 
@@ -213,11 +215,13 @@ def test_who_enters_behind_a_barrier_in_a_change_of_primaries_takes_all_into_the
     before such a commit comes, without it, another with it (ring, seed 3001301)."""
     rounds = rounds_of("sync", 2)
     at_barrier = [Standing(f"worker-{k}", 10 + k, clock=5, at_barrier=True, position=5) for k in (0, 1)]
-    rounds.begin_anew([*at_barrier, Standing("worker-2", 12, phase=ERA)], {("worker-0", 10): 5, ("worker-1", 11): 5})
-    assert [s.turn() for s in rounds.standings.values()] == [(ERA, 0)] * 3
-    assert items(rounds.commit("worker-1", 11, 6, ERA, "1@6")) == []
-    assert items(rounds.commit("worker-2", 12, 1, ERA, "2@1")) == [], "worker-0 is in this round"
-    assert items(rounds.commit("worker-0", 10, 6, ERA, "0@6")) == [("0@6", "1@6", "2@1")]
-    again = [Standing("worker-0", 10, clock=6, phase=ERA, phase_began=5), Standing("worker-1", 11, clock=5)]
-    rounds.begin_anew(again, {("worker-0", 10): 6, ("worker-1", 11): 5})
-    assert rounds.standings["worker-0"].turn() == (ERA, 1), "who is in the era already stays where it is"
+    rounds.reset(
+        [*at_barrier, Standing("worker-2", 12, phase=BARRIER_EPOCH)], {("worker-0", 10): 5, ("worker-1", 11): 5}
+    )
+    assert [s.turn() for s in rounds.standings.values()] == [(BARRIER_EPOCH, 0)] * 3
+    assert items(rounds.commit("worker-1", 11, 6, BARRIER_EPOCH, "1@6")) == []
+    assert items(rounds.commit("worker-2", 12, 1, BARRIER_EPOCH, "2@1")) == [], "worker-0 is in this round"
+    assert items(rounds.commit("worker-0", 10, 6, BARRIER_EPOCH, "0@6")) == [("0@6", "1@6", "2@1")]
+    again = [Standing("worker-0", 10, clock=6, phase=BARRIER_EPOCH, phase_began=5), Standing("worker-1", 11, clock=5)]
+    rounds.reset(again, {("worker-0", 10): 6, ("worker-1", 11): 5})
+    assert rounds.standings["worker-0"].turn() == (BARRIER_EPOCH, 1), "who is in the era already stays where it is"

@@ -126,7 +126,7 @@ def test_a_source_without_weak_references_is_known_again() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_positions_of_the_log_are_samples_again(shuffle: bool) -> None:
-    """What was set aside is named by its positions: the samples that a worker reads there."""
+    """What was quarantined is named by its positions: the samples that a worker reads there."""
     job, source, options = alone(), numbers(20), {"shuffle": shuffle, "seed": 3}
     train(job, source, **options)
     read = list(itertools.chain(*train(job, source, **options)))

@@ -51,7 +51,7 @@ class ByHand:
     def second_coordinator(self) -> MemberProcess:
         """Takes the job up, at an address of its own to which the members' connections are turned."""
         host, port = "127.0.0.1", self.second.getsockname()[1]
-        process = self._start("coordinator", self.file, listen_fd=self.second.fileno(), takes_up=True)
+        process = self._start("coordinator", self.file, listen_fd=self.second.fileno(), resumes=True)
         self.file = msgspec.structs.replace(self.file, port=port)
         self.proxy.turn_to(host, port)
         self.proxy.cut()

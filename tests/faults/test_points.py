@@ -15,9 +15,9 @@ from syncline.faults import POINTS
 VICTIM = {"coordinator": "coordinator", "server": "server-1", "worker": "worker-1"}
 #: Passed only when something else happens: a server or a worker is killed as well, long before.
 AFTER_A_DEATH = {
-    "change.kept",
-    "change.prepared",
-    "change.installed",
+    "reconfigure.kept",
+    "reconfigure.prepared",
+    "reconfigure.installed",
     "prepare.held",
     "install.begun",
     "install.done",
@@ -30,7 +30,7 @@ def cases() -> list[Any]:
     found = []
     for role, points in POINTS.items():
         for point in points:
-            if point.startswith(("save.", "manifest.", "gate.", "script.")):  # passed by jobs that save
+            if point.startswith(("save.", "manifest.", "snapshot_barrier.", "script.")):  # passed by jobs that save
                 continue
             found += [pytest.param(role, point, p, id=f"{role}-{point}-{p}") for p in ("sync", "async")]
     return found

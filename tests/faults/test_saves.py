@@ -26,7 +26,7 @@ def cases() -> list[Any]:
     found = []
     for role, points in POINTS.items():
         for point in points:
-            if point.startswith(("save.", "manifest.", "gate.", "script.")):
+            if point.startswith(("save.", "manifest.", "snapshot_barrier.", "script.")):
                 marks = [pytest.mark.slow] if (role, point) in QUICK else [pytest.mark.slow, pytest.mark.proof]
                 found.append(pytest.param(role, point, marks=marks, id=f"{role}-{point}"))
     return found

@@ -60,7 +60,7 @@ class Commands:
     def run(self, *arguments: str, seconds: float = SECONDS) -> Result:
         return self.finish(self.start(*arguments), seconds)
 
-    def members(self) -> dict[str, int]:
+    def members(self, module: str = "syncline.launch.member") -> dict[str, int]:
         """Live member processes of jobs started in this folder, by name."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
@@ -73,8 +73,8 @@ class Commands:
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if "syncline.launch.member" in words and state != "Z":
-                found[words[words.index("syncline.launch.member") + 1]] = int(entry.name)
+            if module in words and state != "Z":
+                found[words[words.index(module) + 1]] = int(entry.name)
         return found
 
     def wait_for(self, text: str, name: str, seconds: float = SECONDS) -> str:
@@ -96,9 +96,9 @@ class Commands:
 
     def check_nothing_left(self, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
-        while self.members() and time.monotonic() < deadline:
+        while (left := self.members() | self.members("syncline.launch.preloaded")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert self.members() == {}
+        assert left == {}
 
     def close(self) -> None:
         for process in self._started:

@@ -18,14 +18,6 @@ from syncline.launch import jobfile
 from syncline.launch.launcher import Launcher
 from syncline.launch.processes import MemberPlan
 
-#: `syncline`, with a standby at once.
-STANDBY_SOON = """
-from syncline.cli.main import main
-from syncline.launch import launcher
-
-launcher.STANDBY_AFTER_SECONDS = 0.0
-main()
-"""
 #: `syncline`, which lets members hear of a failure however slow they are. For jobs in which all end by that.
 PATIENT_END = f"""
 from syncline.cli.main import main
@@ -182,7 +174,7 @@ class Play:
     def grow(self, name: str, where: Mapping[str, str]) -> MemberPlan:
         return self.plan(name, "local")
 
-    def start(self, plan: MemberPlan, remote: str, standby: object) -> Process:
+    def start(self, plan: MemberPlan, remote: str, fork_server: object) -> Process:
         process = Process(plan)
         self.lives.setdefault(plan.name, []).append(process)
         number = len(self.lives[plan.name])

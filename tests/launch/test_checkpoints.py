@@ -59,13 +59,13 @@ def test_other_numbers_and_another_policy_lose_and_repeat_no_sample(commands: An
 #: save for them, as long as it takes.
 PATIENT_SITE = f"""
 import sys
-from syncline.core import cutting
+from syncline.core.checkpoint import snapshot
 from syncline.launch import lifeline
 
-cutting.CUT_SECONDS = lifeline.WORD_SECONDS = {PATIENCE}
+snapshot.SNAPSHOT_SECONDS = lifeline.WORD_SECONDS = {PATIENCE}
 if sys.orig_argv[-1] == "server-0":
-    from syncline.server.snapshot_barrier import CommitGate
-    CommitGate.__init__.__kwdefaults__["gate_seconds"] = {PATIENCE}
+    from syncline.server.snapshot_barrier import SnapshotBarrierService
+    SnapshotBarrierService.__init__.__kwdefaults__["barrier_seconds"] = {PATIENCE}
 """
 #: `syncline`, which makes a file when it has learnt that the job has begun: before that it saves none.
 TELLS_WHEN_FORMED = """

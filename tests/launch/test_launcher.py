@@ -168,10 +168,10 @@ def test_a_job_that_has_ended_before_it_was_looked_at_has_ended_well(play: Calla
 
 def test_the_coordinator_comes_back_at_once_and_takes_the_job_up(play: Callable[..., Play]) -> None:
     job = play(max_restarts=2)
-    assert not job.lives["coordinator"][0].plan.takes_up
+    assert not job.lives["coordinator"][0].plan.resumes
     for number in (2, 3):
         job.end("coordinator", -9)
-        assert job.wait_for_life("coordinator", number).plan.takes_up
+        assert job.wait_for_life("coordinator", number).plan.resumes
     assert job.coordinator.told == []
     job.end("coordinator", -9)
     code, verdict = job.finish()
@@ -315,17 +315,6 @@ def test_who_was_evicted_and_hears_nothing_is_ended(
     job.coordinator.change(incarnations=known)
     job.wait_for_life("worker-1", 2)
     assert any("worker-1 was evicted 0.2 s ago and has not ended; it is ended now" in x for x in job.screen.lines)
-
-
-@pytest.mark.parametrize(("seconds", "max_restarts", "is_kept"), [(60.0, 3, True), (1.0, 3, False), (60.0, 0, False)])
-def test_a_standby_is_kept_where_it_helps(play: Any, seconds: float, max_restarts: int, is_kept: bool) -> None:
-    job = play(max_restarts=max_restarts)
-    made: list[int] = []
-    job.launcher._standby.make_ready = lambda: made.append(1)  # type: ignore[method-assign]
-    job.coordinator.change(seconds=seconds)
-    looks = job.coordinator.num_looks
-    job.wait(lambda: job.coordinator.num_looks > looks + 3)
-    assert bool(made) == is_kept
 
 
 def test_who_was_ended_by_the_launcher_was_not_out_of_memory_and_that_does_not_count(

@@ -41,7 +41,7 @@ def pushed(job: Any) -> int:
 def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any) -> None:
     result = commands.run("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "5", "0")
     assert result.code == 0, result.output
-    assert "a ring of 2 workers" in result.output and result.output.count("ended\n") == 2
+    assert "2 workers as a ring, sync; runs " in result.output and result.output.count("ended\n") == 2
     assert not list(commands.folder.glob("runs/*/server-*.log")), "there is no process of a server"
     assert " is out" not in result.output, "nobody was taken for dead"
     with local_job(2, slice_bytes=1024) as job:

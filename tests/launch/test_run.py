@@ -11,10 +11,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.launch.played import PATIENT_END, STANDBY_SOON
+from tests.launch.played import PATIENT_END
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
-
-from syncline.launch.processes import STANDBY
 
 LEDGER = """
     import json, sys
@@ -203,15 +201,12 @@ def test_without_restarts_a_death_ends_the_job_at_once_and_is_named(commands: An
     ("number", "is_stubborn"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.proof)]
 )
 def test_ctrl_c_ends_everything_soon(commands: Any, number: int, is_stubborn: bool) -> None:
-    """A worker that ignores SIGTERM, too, and the process that waits to be a server."""
+    """A worker that ignores SIGTERM, too."""
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if is_stubborn else ""
     script = commands.script(STUCK.replace("        time.sleep(600)", f"        {ignores}        time.sleep(600)"))
     began = time.monotonic()
-    process = commands.start("run", "-w", "2", script, program=("-c", STANDBY_SOON))
+    process = commands.start("run", "-w", "2", script)
     commands.wait_for("READY", "worker-1")
-    while STANDBY not in commands.members():
-        assert process.poll() is None and time.monotonic() < began + JOB_PATIENCE
-        time.sleep(0.05)
     started, began = time.monotonic() - began, time.monotonic()
     process.send_signal(number)
     result = commands.finish(process)
@@ -227,7 +222,7 @@ def test_a_killed_launcher_leaves_nothing_behind(commands: Any) -> None:
     script = commands.script(STUCK.replace("time.sleep(600)", "import re; re.match('(a+)+$', 'a' * 40 + 'b')"))
     process = commands.start("run", "-w", "2", script)
     commands.wait_for("READY", "worker-1")
-    assert set(commands.members()) - {STANDBY} == {"coordinator", "server-0", "worker-0", "worker-1"}
+    assert set(commands.members()) == {"coordinator", "server-0", "worker-0", "worker-1"}
     process.kill()
     process.wait()
     commands.check_nothing_left()

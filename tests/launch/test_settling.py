@@ -86,9 +86,13 @@ def test_what_cannot_be_promised_is_refused(hosts: list[str], given: dict[str, A
 
 
 def test_what_a_servers_death_would_cost() -> None:
-    assert protection(2, ["a", "b"]).endswith("acknowledged by both: the loss of any one server costs nothing")
-    assert protection(2, ["a", "a"]).endswith("costs nothing (process-level only: all servers are on one host)")
-    assert "if a server dies, its parameters come back from a worker's copy" in protection(1, ["a", "b"])
+    assert protection(2, ["a", "b"]) == (
+        "survives the death of any one server; the loss of a whole host can tear one step"
+    )
+    assert protection(2, ["a", "a"]) == (
+        "survives the death of any one server, but not of this host: all servers are on it"
+    )
+    assert "if a server dies, its newest updates and optimizer state are lost" in protection(1, ["a", "b"])
     assert "-s 2 --replicas 2" in protection(1, ["a"]), "and what helps"
 
 

@@ -83,7 +83,7 @@ def test_killed_members_come_back_and_nothing_is_lost(commands: Any, monkeypatch
     result = commands.finish(process)
     assert result.code == 0, result.output
     assert EXACT.search(result.output), result.output
-    said = "2 replicas, acknowledged by both: the loss of any one server costs nothing (process-level"
+    said = "survives the death of any one server, but not of this host"
     assert said in result.output
     for victim in victims:
         assert f"syncline: {victim} was killed by SIGKILL; starts again" in result.output

@@ -36,11 +36,11 @@ def test_it_looks_on_when_the_coordinator_is_back(tmp_path: pathlib.Path) -> Non
         watching = Watching(file)
         processes: list[MemberProcess] = []
 
-        def start(takes_up: bool) -> None:
+        def start(resumes: bool) -> None:
             plan = MemberPlan(
                 role="coordinator", name="coordinator", host="local", file=file, listen_fd=sock.fileno()
             )
-            processes.append(start_member(MemberPlan(**{**_fields(plan), "takes_up": takes_up})))
+            processes.append(start_member(MemberPlan(**{**_fields(plan), "resumes": resumes})))
 
         try:
             start(False)

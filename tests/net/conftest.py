@@ -60,11 +60,11 @@ class Inbox:
         self.frames: queue.Queue[tuple[Header, Message, bytes, Memory | None]] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
         self.piece_bytes, self.most_bytes = piece_bytes, 1 << 30
-        self.on_landing: Callable[[Header, Message], None] = lambda header, message: None
+        self.on_buffers_for: Callable[[Header, Message], None] = lambda header, message: None
         self.on_deliver: Callable[[Header, Message], None] = lambda header, message: None
 
-    def landing(self, header: Header, message: Message) -> Sequence[memoryview]:
-        self.on_landing(header, message)
+    def buffers_for(self, header: Header, message: Message) -> Sequence[memoryview]:
+        self.on_buffers_for(header, message)
         left, pieces = min(header.payload_bytes, self.most_bytes), []
         while left > 0:
             pieces.append(buffer_of(np.zeros(min(left, self.piece_bytes), np.uint8)))

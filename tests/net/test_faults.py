@@ -45,7 +45,7 @@ class Service:
         self.handled: queue.Queue[tuple[Message, bytes]] = queue.Queue()
         self.ends: queue.Queue[str] = queue.Queue()
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[memoryview]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> list[memoryview]:
         if not isinstance(message, Upload):
             raise FrameError(f"{type(message).__name__} has no payload")
         if payload_bytes != NUM_BYTES:

@@ -186,8 +186,8 @@ def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
         "Done", "Refused", "Joined", "Registered", "GivenStats", "Standings", "GivenServerStats", "Mapped",
         "GivenPlace", "Passed", "Entered", "GivenStatus", "Prepared", "Replicated", "Hosted", "GivenCopies",
         "Committed", "AskClip", "Pulled", "Verified", "GivenState", "GivenWhy", "Opened", "GivenLease",
-        "GaveBack", "Uses", "Saved", "WrittenScript", "SnapshotBarrierClosed", "WrittenMarked", "GivenResume",
-        "Noted", "Begun",
+        "GaveBack", "GivenLeaseAcks", "Saved", "WrittenScript", "SnapshotBarrierClosed", "WrittenMarked",
+        "GivenResume", "Noted", "Begun",
         "GivenValidationShard", "GivenReading", "WrittenCandidate", "GivenLife",
     }  # fmt: skip
 

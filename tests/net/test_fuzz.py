@@ -122,7 +122,7 @@ class Bytes:
 class Service:
     """Answers nothing, and has room for a small payload only."""
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[memoryview]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> list[memoryview]:
         if payload_bytes > 4096:
             raise ProtocolError("too much")
         return [memoryview(bytearray(payload_bytes))]

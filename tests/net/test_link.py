@@ -24,7 +24,7 @@ class Hears:
     def __init__(self, heard: list[str]) -> None:
         self._heard = heard
 
-    def landing(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
+    def buffers_for(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
         return []
 
     def handle(self, request: Request) -> None:

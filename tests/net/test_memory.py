@@ -121,7 +121,7 @@ def test_a_refused_frame_closes_the_connection_and_not_the_senders_thread(
     def refuse(header: Header, message: object) -> None:
         raise error
 
-    at_two.on_landing = refuse
+    at_two.on_buffers_for = refuse
     send(one, Upload(0, [1]), memoryview(b"12345"))
     assert at_two.end() == at_one.end() == reason
     assert at_two.frames.empty()

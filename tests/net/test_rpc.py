@@ -43,7 +43,7 @@ class Service:
         self.ends: queue.Queue[str] = queue.Queue()
         self.room, self.num_landed = 1 << 20, 0
 
-    def landing(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
+    def buffers_for(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
         self.num_landed += 1
         if payload_bytes > self.room:
             raise ProtocolError(f"no room for {payload_bytes} bytes")

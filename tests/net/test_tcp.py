@@ -362,3 +362,17 @@ def test_a_listener_that_closes_leaves_a_shared_socket_to_the_others() -> None:
     assert accepted.get(timeout=PATIENCE).peer.name == "worker-0"
     connection.close()
     second.close()
+
+
+def test_a_flood_of_strangers_is_a_few_lines_in_the_log(host: Make) -> None:
+    there = host()
+    for _ in range(40):
+        with stranger(there) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while sock.recv(512):
+                pass
+    check_works(there)
+    there.listener.close()
+    lines = [there.log() for _ in range(4)]
+    assert all("begins with b'GET '" in line for line in lines)
+    assert lines[-1].startswith("37 more failed connections in the last ")

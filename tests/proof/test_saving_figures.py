@@ -14,9 +14,9 @@ import pytest
 from benchmarks.memory import pss_bytes
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.running import Script, run_job
-from syncline.launch.standby import Standby
 
 MIB = 1 << 20
 #: Parameters, and Adam's two moments.
@@ -77,8 +77,8 @@ class _Gauge(threading.Thread):
         self.seen: list[tuple[float, int]] = []
         self.over = threading.Event()
 
-    def start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
-        process = start_member(plan, remote, standby)
+    def start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
+        process = start_member(plan, remote, fork_server)
         self.pids[plan.name] = process.pid
         return process
 

@@ -32,7 +32,7 @@ def broken_off(commands: Any, text: str) -> str:
     return script
 
 
-def taken_up(commands: Any, script: str, *words: str) -> tuple[list[float], list[list[float]], int]:
+def resumed_from(commands: Any, script: str, *words: str) -> tuple[list[float], list[list[float]], int]:
     again = commands.run(*WORDS, *words, script, "0.01")
     assert again.code == 0 and "resumes from" in again.output, again.output
     found = result(again.output)
@@ -44,7 +44,7 @@ def taken_up(commands: Any, script: str, *words: str) -> tuple[list[float], list
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("servers", ["1", "3", "5"])
 def test_on_other_servers_bit_by_bit(commands: Any, servers: str) -> None:
-    assert taken_up(commands, broken_off(commands, SCRIPT), "-w", "2", "-s", servers) == expected()
+    assert resumed_from(commands, broken_off(commands, SCRIPT), "-w", "2", "-s", servers) == expected()
 
 
 @pytest.mark.proof
@@ -52,7 +52,7 @@ def test_on_other_servers_bit_by_bit(commands: Any, servers: str) -> None:
 @pytest.mark.parametrize("workers", ["1", "4"])
 @pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
 def test_on_other_workers_every_gradient_counts_once(commands: Any, workers: str, policy: str) -> None:
-    x, _, _ = taken_up(commands, broken_off(commands, SUMS), "-w", workers, "-s", "2", "--policy", policy)
+    x, _, _ = resumed_from(commands, broken_off(commands, SUMS), "-w", workers, "-s", "2", "--policy", policy)
     assert x == (-np.arange(8.0) * sum(range(NUM_SAMPLES)) * EPOCHS).tolist()
 
 
@@ -63,7 +63,7 @@ def test_adam_goes_on_as_if_nothing_had_been(commands: Any, servers: str) -> Non
     script = broken_off(commands, ADAM)
     plain = commands.run("run", "-w", "2", "-s", "2", "--name", "plain", script, "0.0")
     assert plain.code == 0, plain.output
-    x, _, _ = taken_up(commands, script, "-w", "2", "-s", servers)
+    x, _, _ = resumed_from(commands, script, "-w", "2", "-s", servers)
     difference = float(np.max(np.abs(np.array(x) - result(plain.output)[0])))
     print(f"Adam on {servers} servers instead of two: {difference:.1e} from the unbroken run (reach 1e-6)")
     assert difference <= 1e-6

@@ -36,7 +36,7 @@ Values = Mapping[str, np.ndarray[Any, Any]]
 
 
 @pytest.fixture(autouse=True)
-def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def process_groups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
     monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
 
@@ -153,7 +153,7 @@ class House:
         )  # fmt: skip
         self.servers[member.name] = server
         server.form(Joined(member.incarnation, self.generation, self.members, self.config, late))
-        server._cut()._gate_seconds = PATIENCE  # a test that waits it out sets its own
+        server._cut()._barrier_seconds = PATIENCE  # a test that waits it out sets its own
         peers = Peer("coordinator", "coordinator", 0), Peer("server", member.name, 0)
         self._coordinators[member.name] = self.connect(*peers, Stamp("job"), member.name)
         return server

@@ -11,7 +11,7 @@ import numpy as np
 from tests.patience import PATIENCE
 
 from syncline.core.checkpoint.manifest import Manifest
-from syncline.core.checkpoint.snapshot import Cut
+from syncline.core.checkpoint.snapshot import SnapshotAttempt
 from syncline.core.checkpoint.soundness import checkpoint_name
 from syncline.core.layout import Layout
 from syncline.core.wire.checkpoints import Mark, SnapshotBarrierClosed, WriteMarked, WrittenMarked
@@ -27,7 +27,7 @@ Tell = Callable[[str, Message], Call]
 
 def close_gates(tell: Tell, servers: list[str], number: int = 1, most_turns: int = 8) -> dict[Any, int]:
     """Closes the gates until all servers are level; the clocks at the cut."""
-    cut = Cut(number, servers, until=math.inf)
+    cut = SnapshotAttempt(number, servers, until=math.inf)
     for _ in range(most_turns):
         calls = {server: tell(server, cut.close()) for server in servers}
         answers = {server: call.wait(WAIT) for server, call in calls.items()}

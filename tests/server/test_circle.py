@@ -43,13 +43,13 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         sizes.append(tensor.numel())
         return original(self, tensor)
 
-    def parcel(self: Any, slot: Any, update: Any) -> Any:
+    def prepare(self: Any, slot: Any, update: Any) -> Any:
         assert not update.has, "a sum was sent to a backup"
         return sent(self, slot, update)
 
-    sent = Replica.parcel
+    sent = Replica.prepare
     monkeypatch.setattr(ProcessGroupReducer, "_reduce", reduce)
-    monkeypatch.setattr(Replica, "parcel", parcel)
+    monkeypatch.setattr(Replica, "prepare", prepare)
     yield sizes
     assert sizes, "gloo was not used"
 
@@ -245,7 +245,7 @@ def test_a_slice_that_is_looked_at_early_does_not_vote_before_all_sums_are_held(
 
     def hold(self: Any, work: Any) -> bool:
         for slot in work.slots:
-            self._flow.drain(slot)
+            slot.drain()
         return original(self, work)
 
     monkeypatch.setattr(RingReducer, "hold", hold)

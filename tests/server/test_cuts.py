@@ -14,7 +14,7 @@ from syncline import Rule
 from syncline.core.layout import Layout
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.testing import local_job
 
 from .cuts import WAIT, save, saved_values
@@ -52,7 +52,7 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
     """A one-hot ledger on three servers: what is saved is, for every worker, its first commits and no others; as many
     as the cut says; the same on every server. The first cut is made before the hundredth push, the last one behind
     all of them, however slow any of that is; the others somewhere between."""
-    monkeypatch.setitem(SnapshotGate.__init__.__kwdefaults__, "gate_seconds", PATIENCE)
+    monkeypatch.setitem(SnapshotBarrierService.__init__.__kwdefaults__, "barrier_seconds", PATIENCE)
     pushes, servers = 150, [f"server-{k}" for k in range(3)]
     with local_job(workers=3, servers=3, policy=policy, slice_bytes=64, **settings) as jobs:
         cuts: list[Any] = []

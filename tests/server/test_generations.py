@@ -98,7 +98,7 @@ def test_while_it_prepares_whole_rounds_are_finished_first(make_house: MakeHouse
     prepared = house.tell("server-0", change.prepare())
     assert not prepared.arrives(0.1) and not call.arrives(0.0)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    slot.drain()
     answer = prepared.wait(WAIT)
     assert [(s.name, s.clock) for s in answer.standings] == [("worker-0", 1)]
     call.wait(WAIT)
@@ -269,7 +269,7 @@ def test_a_commit_said_again_while_it_is_being_applied_is_answered_when_it_is(
     again = [worker.commit("server-0", 1, x(1)), worker.commit("server-0", 1, x(1))]
     assert not again[0].arrives(0.1) and not again[1].arrives(0.0)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    slot.drain()
     assert all(isinstance(call.wait(WAIT), Committed) for call in again) and set(by_slice(house).values()) == {-1.0}
 
 

@@ -9,7 +9,7 @@ from tests.server.test_generations import by_slice, two_of, x, zeros
 from tests.server.test_moves import replicated
 
 from syncline.core.replica_sets import ReplicaSet
-from syncline.core.rounds import ERA
+from syncline.core.rounds import BARRIER_EPOCH
 from syncline.core.slice_state import life_of
 from syncline.core.wire.control import Prepared, Roster
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip
@@ -29,7 +29,7 @@ def test_a_round_that_is_whole_by_an_entry_is_applied(make_house: MakeHouse) -> 
     call = two.commit("server-0", 1, x())
     assert not call.arrives(0.05)
     change = house.change(entering={"worker-2": 9})
-    change.phase = ERA
+    change.phase = BARRIER_EPOCH
     house.prepare(change)
     house.install(change)
     call.wait(WAIT)
@@ -171,7 +171,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     prepared = house.tell(full, again.prepare())
     call = worker.commit_staged(full, 2)
     slot.unpin()
-    house.servers[full]._drain(slot)
+    slot.drain()
     assert isinstance(prepared.wait(WAIT), Prepared)
     with pytest.raises(ProtocolError, match="is not prepared any more"):
         begun.wait(WAIT)

@@ -213,7 +213,7 @@ class Service:
         self._pulls = pulls
         self.ends: queue.Queue[str] = queue.Queue()
 
-    def landing(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
+    def buffers_for(self, peer: Peer, message: Any, payload_bytes: int) -> list[memoryview]:
         raise AssertionError
 
     def handle(self, request: Request) -> None:
@@ -268,11 +268,11 @@ def test_pulls_that_wait_are_not_copied_and_all_are_answered(hosting: Callable[.
     targets = [bytearray(1000) for _ in range(10)]
     for k, target in enumerate(targets):
 
-        def landing(message: Any, target: bytearray = target) -> list[memoryview]:
+        def buffers_for(message: Any, target: bytearray = target) -> list[memoryview]:
             assert go.wait(SECONDS)
             return [memoryview(target)]
 
-        calls.append(there.worker(f"worker-{k}").call(Pull([1], None, True), into=landing))
+        calls.append(there.worker(f"worker-{k}").call(Pull([1], None, True), into=buffers_for))
     assert there.pulls.outgoing.num_waiting == 7 and there.pulls.outgoing.num_bytes == 3000
     assert there.slots[1].num_copies <= 3
     go.set()
@@ -311,14 +311,14 @@ def test_a_worker_that_asks_and_does_not_read_is_cut_off(hosting: Callable[..., 
     there, go = hosting(16 * MIB), threading.Event()
     deaf, other = there.worker("worker-2"), there.worker("worker-1")
 
-    def landing(message: Any) -> list[memoryview]:
+    def buffers_for(message: Any) -> list[memoryview]:
         assert go.wait(SECONDS)
         return [memoryview(bytearray(16 * MIB))]
 
     allowed = (EACH_TIMES * 3 * 16 * MIB + EACH_BYTES) // (16 * MIB)
-    calls = [deaf.call(Pull([0], None, True), into=landing) for _ in range(allowed)]
+    calls = [deaf.call(Pull([0], None, True), into=buffers_for) for _ in range(allowed)]
     assert there.service.ends.empty() and there.pulls.outgoing.num_cut_off == 0
-    calls.append(deaf.call(Pull([0], None, True), into=landing))
+    calls.append(deaf.call(Pull([0], None, True), into=buffers_for))
     assert "worker-2 has 272 MiB of answers outstanding" in there.service.ends.get(timeout=SECONDS)
     target = bytearray(16 * MIB)
     assert other.call(Pull([1], None, True), into=[memoryview(target)]).wait(SECONDS) == Pulled([11])

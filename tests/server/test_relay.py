@@ -95,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2")._forecasts.number, "sums went by host leaders"
+                assert relay_of(jobs, "server-2")._next_round.number, "sums went by host leaders"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
@@ -124,13 +124,13 @@ def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_sum_goes_from_a_primary_to_each_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Replica.parcel
+    original = Replica.prepare
 
-    def parcel(self: Any, slot: Any, update: Any) -> Any:
+    def prepare(self: Any, slot: Any, update: Any) -> Any:
         assert not update.has, "a sum was sent to a backup"
         return original(self, slot, update)
 
-    monkeypatch.setattr(Replica, "parcel", parcel)
+    monkeypatch.setattr(Replica, "prepare", prepare)
     with ring(AABB) as jobs:
         jobs.run(lambda job: push_cells(job, 2, {}))
 

@@ -25,7 +25,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
 
     def is_through(self: HierarchicalReducer, work: Any) -> None:
         if self._hosting.name == "server-1" and self._adding.turn is not None and not late:
-            late.extend(request for _, request in self._adding.turn.unanswered)
+            late.extend(self._adding.turn.unanswered)
             assert late, "it reads what server-0 has lent"
             self._adding.turn.unanswered = []
         original(self, work)
@@ -100,21 +100,21 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
         carrier = relay._deputies.of(mine)["b"]
         other = next(name for name in ("server-2", "server-3") if name != carrier)
 
-        def landing(name: str, message: Any) -> list[int]:
+        def buffers_for(name: str, message: Any) -> list[int]:
             peer = type("P", (), {"name": name, "role": "server", "__str__": lambda self: self.name})()
-            return [len(buffer) for buffer in host_reducers.landing(peer, message)]
+            return [len(buffer) for buffer in host_reducers.buffers_for(peer, message)]
 
-        assert landing(carrier, HostSum(*known, mine)) == [512]
-        assert landing("server-1", WholeSum(*known, theirs)) == [512]
+        assert buffers_for(carrier, HostSum(*known, mine)) == [512]
+        assert buffers_for("server-1", WholeSum(*known, theirs)) == [512]
         for name, message in (
             (other, HostSum(*known, mine)), ("server-1", HostSum(*known, mine)), (carrier, HostSum(*known, theirs)),
             (carrier, WholeSum(*known, theirs)), ("server-1", WholeSum(*known, mine)),
             (carrier, HostSum(*known, 1 << 20)), ("server-1", WholeSum(99, 0, 1 << 20)),
         ):  # fmt: skip
             with pytest.raises(ProtocolError):
-                landing(name, message)
+                buffers_for(name, message)
         with pytest.raises(ProtocolError, match="only servers"):
-            server._ring.host_reducers and server.landing(
+            server._ring.host_reducers and server.buffers_for(
                 type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(*known, mine), 512
             )
 

@@ -15,7 +15,7 @@ from syncline.core.layout import Slice
 from syncline.core.replica_sets import ReplicaSet
 from syncline.core.wire.control import SeedTo
 from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState
-from syncline.errors import FencedError, SynclineError
+from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.server import replicate
 from syncline.server.storage import SliceStorage
 
@@ -224,16 +224,15 @@ def test_the_connection_breaks_with_the_update_in_it(make_house: MakeHouse, monk
     house.seed("server-0", "server-1")
     house.seed("server-1", "server-0")
     step(house, 1)
-    original, cut = replicate.Replica._answered, []
+    original, cut = replicate.UpdateSend.answered, []
 
-    def loses(self: Any, parcel: Any, call: Any) -> None:
+    def loses(self: Any, answer: Any) -> None:
         if len(cut) < 3:
             cut.append(1)
-            self.partner.repeat_later(parcel)
-        else:
-            original(self, parcel, call)
+            raise ConnectionLost("the answer is lost")
+        original(self, answer)
 
-    monkeypatch.setattr(replicate.Replica, "_answered", loses)
+    monkeypatch.setattr(replicate.UpdateSend, "answered", loses)
     step(house, 2)
     step(house, 3)
     assert len(cut) == 3

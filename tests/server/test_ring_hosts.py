@@ -252,8 +252,8 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
         peer = type("P", (), {"name": backup.primary})()
         for codec, sizes in (("int8", [32]), ("bf16", [33]), ("bf16", [1 << 40]), ("bf16", [32, 32]), ("bf16", [])):
             with pytest.raises(FrameError):
-                backups.landing(peer, lie(codec, sizes))
-        assert [len(b) for b in backups.landing(peer, lie("bf16", [32]))] == [32]
+                backups.buffers_for(peer, lie(codec, sizes))
+        assert [len(b) for b in backups.buffers_for(peer, lie("bf16", [32]))] == [32]
         primary = jobs._process._servers[backup.primary]
         partner = primary._hosting.partner(jobs._process.coordinator.membership.state.members["server-1"])
         endpoint = partner.connect()
@@ -297,14 +297,14 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
         assert number not in server._staging.copies.numbers, "by its primary"
         late = Replicate(number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1))
         peer = type("P", (), {"name": "server-0"})()
-        (reading,) = backups.landing(peer, late)
+        (reading,) = backups.buffers_for(peer, late)
         assert np.shares_memory(np.frombuffer(reading, np.uint8), own_region(backup, backup.slot).array)
         kill(jobs, 2, set())
         eventually(lambda: voting.votes.voters == {"server-0", "server-1"})
         eventually(lambda: number in server._staging.copies.numbers)
         assert backups.backups[number] is backup
         mine = own_region(backup, backup.slot).array
-        (again,) = backups.landing(peer, late)
+        (again,) = backups.buffers_for(peer, late)
         for view in (reading, again):
             view[:] = bytes([255]) * len(view)
         assert not mine.any()

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 from syncline import Rule
 from syncline.core.leasing.loader import Loader
 from syncline.core.wire.control import Heartbeat
-from syncline.core.wire.leases import AskLease, AskLeaseAcks, Confirm, GivenLease, Opened, OpenEpoch, Uses
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, Confirm, GivenLease, GivenLeaseAcks, Opened, OpenEpoch
 from syncline.core.wire.traffic import Committed
 from syncline.testing import local_job
 from syncline.torch import DataLoader
@@ -45,15 +45,15 @@ def a_house(make_house: MakeHouse, **settings: Any) -> House:
 def test_who_is_late_hears_so_and_nothing_of_it_is_applied(make_house: MakeHouse, threads: int) -> None:
     house = a_house(make_house, threads=threads)
     one, two, three = house.workers.values()
-    calls = [one.commit("server-0", 1, ones(), uses=[(1, 0, 4)]), two.commit("server-0", 1, ones(), uses=[(2, 0, 4)])]
+    calls = [one.commit("server-0", 1, ones(), acks=[(1, 0, 4)]), two.commit("server-0", 1, ones(), acks=[(2, 0, 4)])]
     answers = [call.wait(WAIT) for call in calls]
     assert [answer.late for answer in answers] == [False, False]
-    late = three.commit("server-0", 1, ones(), uses=[(3, 0, 4)]).wait(WAIT)
+    late = three.commit("server-0", 1, ones(), acks=[(3, 0, 4)]).wait(WAIT)
     assert isinstance(late, Committed) and late.late and late.versions == [1, 1, 1], "with the newest versions"
     assert (house.value("x") == -1.0).all(), "the mean of the two, once"
     for number in (0, 1, 2):
         assert house.slot("server-0", number).state.clocks[three.name, three.incarnation] == 1, "its clock is level"
-    again = three.commit("server-0", 1, ones(), uses=[(3, 0, 4)]).wait(WAIT)
+    again = three.commit("server-0", 1, ones(), acks=[(3, 0, 4)]).wait(WAIT)
     assert again.late and (house.value("x") == -1.0).all(), "a lost answer changes nothing"
     calls = [worker.commit("server-0", 2, ones()) for worker in (three, one)]
     assert not any(call.wait(WAIT).late for call in calls)
@@ -65,16 +65,16 @@ def test_what_was_late_is_told_and_confirmed_beside_what_was_used(make_house: Ma
     house = a_house(make_house)
     one, two, three = house.workers.values()
     for worker, lease in ((one, 1), (two, 2)):
-        worker.commit("server-0", 1, ones(), uses=[(lease, 0, 4)])
-    three.commit("server-0", 1, ones(), uses=[(3, 0, 4), (4, 8, 9)]).wait(WAIT)
+        worker.commit("server-0", 1, ones(), acks=[(lease, 0, 4)])
+    three.commit("server-0", 1, ones(), acks=[(3, 0, 4), (4, 8, 9)]).wait(WAIT)
     told = house.tell("server-0", AskLeaseAcks()).wait(WAIT)
-    assert isinstance(told, Uses)
-    assert sorted(told.uses) == [(1, 0, 4), (2, 0, 4)] and sorted(told.late) == [(3, 0, 4), (4, 8, 9)]
+    assert isinstance(told, GivenLeaseAcks)
+    assert sorted(told.acks) == [(1, 0, 4), (2, 0, 4)] and sorted(told.late) == [(3, 0, 4), (4, 8, 9)]
     beat = house.servers["server-0"].beat()
     assert sorted(beat.late) == sorted(told.late)
     house.tell("server-0", Confirm([(1, 0, 4)], [(3, 0, 4)])).wait(WAIT)
     told = house.tell("server-0", AskLeaseAcks()).wait(WAIT)
-    assert (told.uses, told.late) == ([(2, 0, 4)], [(4, 8, 9)])
+    assert (told.acks, told.late) == ([(2, 0, 4)], [(4, 8, 9)])
 
 
 def test_a_dead_one_that_was_late_leaves_nothing_behind(make_house: MakeHouse) -> None:
@@ -104,7 +104,7 @@ def test_late_places_are_handed_out_again_and_confirmed_once_kept(jobs: Any) -> 
     epoch = job.coordinator.leases.leasing.epoch("a", 0)
     late = (leases[1].lease, 0, 4)
     for _ in range(3):  # every beat says it, until it is confirmed
-        server.ask(Heartbeat(uses=[(leases[0].lease, 0, 8)], late=[late]))
+        server.ask(Heartbeat(acks=[(leases[0].lease, 0, 8)], late=[late]))
     assert epoch.num_done == 8 and epoch.num_todo == 4
     until(lambda: any(late in confirm.late for confirm in server.all(Confirm)), "confirmed")
     assert job.disk.last.leases.epochs["a"][0].num_todo == 4, "and kept before"

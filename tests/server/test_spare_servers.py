@@ -172,7 +172,7 @@ def test_who_is_in_a_round_outlives_the_server_that_closed_it(make_house: MakeHo
     house.seed("server-1", "server-0")
     one, two, three = house.workers.values()
     decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
-    assert decide(three, 1, 4.0, uses=[(7, 0, 4)]).wait(WAIT).late
+    assert decide(three, 1, 4.0, acks=[(7, 0, 4)]).wait(WAIT).late
     lose_the_one_that_decides(house)
     late = redo(three, 1, 4.0).wait(WAIT)
     assert late.late
@@ -204,7 +204,7 @@ def test_slice_0_moves_to_a_server_that_has_not_heard_of_anything(make_house: Ma
     house = a_house(make_house)
     one, two, three = house.workers.values()
     decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
-    assert decide(three, 1, 4.0, uses=[(7, 0, 4)]).wait(WAIT).late
+    assert decide(three, 1, 4.0, acks=[(7, 0, 4)]).wait(WAIT).late
     house.seed("server-0", "server-1")
     replica_sets = [replica_set for replica_set in house.replica_sets.values() if replica_set.primary == "server-0"]
     house.carry_out(

@@ -32,7 +32,7 @@ BUGS: dict[str, tuple[str, int]] = {
     ),
     "forget_standings": ("with the last server that knew them, workers are forgotten that live", 7),
     "install_late": ("a server installs a generation although its hold has ended by itself", 851),
-    "old_era": ("those who enter behind a barrier are put into the era before it", 1920),
+    "old_barrier_epoch": ("those who enter behind a barrier are put into the barrier epoch before it", 1920),
     "no_second_entry": (
         "who came late to a barrier, or has paused, goes on in the rounds as if it had been there",
         136,

@@ -272,7 +272,7 @@ class Coordinator(AtBarriers):
             return
         if "joiner_counts" in bugs:
             self.state.replica_sets_before = {}
-        if "old_era" in bugs:
+        if "old_barrier_epoch" in bugs:
             change.phase = 0
         if "forget_standings" in bugs:
             change.staying = {}

@@ -43,7 +43,7 @@ class Scenario:
     data: Loader | None = None  # that workers loop over
     epochs: int = 0
     saves: tuple[float, ...] = ()  # when somebody asks for one
-    gate_seconds: float = 0.6  # until a gate opens by itself: in some jobs hardly longer than a message may take
+    barrier_seconds: float = 0.6  # until a gate opens by itself: in some jobs hardly longer than a message may take
 
     is_ring: bool = False  # every worker's process has a server in it
 
@@ -130,7 +130,7 @@ def scenario_of(seed: int, keep: frozenset[int] | None = None) -> Scenario:
         pull_every=1 if in_rounds else number(1, 3, "pull"), scripts=scripts, late_workers=late,
         late_servers=late_servers, retires=retires, hold_seconds=0.03 if draw(seed, "hold") < 0.2 else 0.15,
         faults=faults, data=data, epochs=epochs, saves=saves,
-        gate_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6, is_ring=seed >= RING,
+        barrier_seconds=0.008 if draw(seed, "gate") < 0.15 else 0.6, is_ring=seed >= RING,
     )  # fmt: skip
 
 

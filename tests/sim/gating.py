@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from syncline.core.checkpoint.snapshot import Kind, SnapshotBarrier, behind_to_tell, clocks_to_tell, gate_of, on_all
+from syncline.core.checkpoint.snapshot import (
+    Kind,
+    SnapshotBarrier,
+    barrier_of,
+    behind_to_tell,
+    clocks_to_tell,
+    on_all,
+)
 from syncline.core.slice_state import highest_clocks
 from syncline.core.wire.checkpoints import SnapshotBarrierClosed
 
@@ -29,7 +36,7 @@ class Gated(Host):
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
-        self.gate: SnapshotBarrier | None = None
+        self.barrier: SnapshotBarrier | None = None
         self.closing: tuple[Session, SnapshotBarrier] | None = None  # who is to be told when all has come to its end
         self.told: SnapshotBarrier | None = None
 
@@ -45,14 +52,14 @@ class Gated(Host):
     def _passes(self, frame: Frame) -> bool:
         if self._holds():
             return False
-        gate, bugs = self.gate, self.job.bugs
-        if gate is None:
+        barrier, bugs = self.barrier, self.job.bugs
+        if barrier is None:
             return True
         kind: Kind = "rest" if frame.kind == "rest" else "leave" if frame.kind == "depart" else "commit"
         if ("gate_lets_rest" in bugs and kind != "commit") or ("gate_lets_commit" in bugs and kind == "commit"):
             return True
         clock = frame.body[1] if kind == "commit" else 0
-        return gate.lets_pass(kind, (frame.name, frame.incarnation), clock, is_whole=not self._lacking())
+        return barrier.lets_pass(kind, (frame.name, frame.incarnation), clock, is_whole=not self._lacking())
 
     def _let_go(self) -> None:
         """What may pass is decided upon, in the order in which it came."""
@@ -68,7 +75,7 @@ class Gated(Host):
         return {(s.name, s.incarnation) for s in self.rounds.standings.values() if not (s.left or s.fenced)}
 
     def _lacking(self) -> dict[Identity, int]:
-        return self.gate.lacking(self._on_all(), self._there()) if self.gate is not None else {}
+        return self.barrier.lacking(self._on_all(), self._there()) if self.barrier is not None else {}
 
     def _on_all(self) -> dict[Identity, int]:
         slots = [self.hosted[n] for n in self.primaries()]
@@ -104,19 +111,21 @@ class Gated(Host):
     def on_close_gate(self, session: Session, frame: Frame) -> None:
         if not self.heed(session, frame):
             return
-        message, before = frame.body, self.gate
-        gate = gate_of(message.number, message.turn, message.through)
-        is_old = before is not None and not before.is_replaced_by(gate.number, gate.turn)
+        message, before = frame.body, self.barrier
+        barrier = barrier_of(message.number, message.turn, message.through)
+        is_old = before is not None and not before.is_replaced_by(barrier.number, barrier.turn)
         if self._holds() or is_old:
-            self.reply(session, "gate_refused", (gate.number,))
+            self.reply(session, "gate_refused", (barrier.number,))
             return
         if not self.primaries():
-            self.reply(session, "gate_closed", (gate.number, gate.turn, SnapshotBarrierClosed([], has_slices=False)))
+            self.reply(
+                session, "gate_closed", (barrier.number, barrier.turn, SnapshotBarrierClosed([], has_slices=False))
+            )
             return
-        self.gate, self.closing = gate, (session, gate)
-        self.world.at(self.world.now + 1.5 * self.job.scenario.gate_seconds, lambda: self._check_open(gate))
+        self.barrier, self.closing = barrier, (session, barrier)
+        self.world.at(self.world.now + 1.5 * self.job.scenario.barrier_seconds, lambda: self._check_open(barrier))
         if "gate_stays" not in self.job.bugs:
-            self.after(self.job.scenario.gate_seconds, lambda: self._open_late(gate))
+            self.after(self.job.scenario.barrier_seconds, lambda: self._open_late(barrier))
         self._let_go()
         self.pump()
 
@@ -127,41 +136,41 @@ class Gated(Host):
         """Once everything that had begun has come to its end."""
         if self.closing is None or not self._is_whole():
             return
-        (session, gate), self.closing = self.closing, None
-        self.told = gate
-        uses, late, _ = self._uses_here()
+        (session, barrier), self.closing = self.closing, None
+        self.told = barrier
+        acks, late, _ = self._acks_here()
         updates = max(self.hosted[n].state.version for n in self.primaries())
-        clocks = clocks_to_tell(gate, self._applied(), self._there())
-        answer = SnapshotBarrierClosed(clocks, uses, late, updates, behind=self._behind())
-        self.reply(session, "gate_closed", (gate.number, gate.turn, answer))
+        clocks = clocks_to_tell(barrier, self._applied(), self._there())
+        answer = SnapshotBarrierClosed(clocks, acks, late, updates, behind=self._behind())
+        self.reply(session, "gate_closed", (barrier.number, barrier.turn, answer))
 
     # -- opening ------------------------------------------------------------------------------------------
 
     def open_gate(self) -> None:
         """`_let_go` is to follow."""
-        self.gate = self.closing = None
+        self.barrier = self.closing = None
 
-    def _open_late(self, gate: SnapshotBarrier) -> None:
-        if self.gate is gate:
+    def _open_late(self, barrier: SnapshotBarrier) -> None:
+        if self.barrier is barrier:
             if self.closing is not None:
-                self.reply(self.closing[0], "gate_refused", (gate.number,))
+                self.reply(self.closing[0], "gate_refused", (barrier.number,))
             self.open_gate()
             self._let_go()
 
-    def _check_open(self, gate: SnapshotBarrier) -> None:
-        if self.gate is gate and self.is_alive and not self.is_paused:
-            self.job.ledger.fail(f"{self.life} has its gate closed for long: {gate}")
+    def _check_open(self, barrier: SnapshotBarrier) -> None:
+        if self.barrier is barrier and self.is_alive and not self.is_paused:
+            self.job.ledger.fail(f"{self.life} has its gate closed for long: {barrier}")
 
     def on_open_gate(self, session: Session, frame: Frame) -> None:
-        if self.heed(session, frame) and self.gate is not None and self.gate.number <= frame.body[0]:
+        if self.heed(session, frame) and self.barrier is not None and self.barrier.number <= frame.body[0]:
             self.open_gate()
             self._let_go()
 
     def on_mark(self, session: Session, frame: Frame) -> None:
         if not self.heed(session, frame):
             return
-        number, gate = frame.body[0], self.gate
-        is_told = gate is not None and gate is self.told and gate.number == number
+        number, barrier = frame.body[0], self.barrier
+        is_told = barrier is not None and barrier is self.told and barrier.number == number
         if not is_told and "mark_open" not in self.job.bugs:
             self.reply(session, "gate_refused", (number,))
             return

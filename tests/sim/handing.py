@@ -6,7 +6,7 @@ from typing import Any
 
 from syncline.core.leasing.queue import LeaseQueue
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 
 from .planning import Planning
 from .world import Frame, Session
@@ -105,9 +105,9 @@ class Handing(Planning):
 
     # -- what servers say ---------------------------------------------------------------------------------
 
-    def were_used(self, uses: list[Use], late: list[Use]) -> None:
-        if uses or late:
-            self.desk.use(uses, late)
+    def were_used(self, acks: list[LeaseAck], late: list[LeaseAck]) -> None:
+        if acks or late:
+            self.desk.use(acks, late)
             self.answer_all()
 
     def _ask_uses(self, key: Any = None) -> None:
@@ -115,13 +115,13 @@ class Handing(Planning):
         if replica_set is not None:
             self.say(replica_set.primary, "ask_uses", (key,))
 
-    def on_uses(self, session: Session, frame: Frame) -> None:
+    def on_acks(self, session: Session, frame: Frame) -> None:
         if not self._may_ask(session, frame):
             return
-        key, uses, late, waiting = frame.body
+        key, acks, late, waiting = frame.body
         if self.state.members[frame.name].role == "worker":
-            self.desk.heard((frame.name, frame.incarnation), uses, late, is_all=not waiting)
-        self.were_used(uses, late)
+            self.desk.heard((frame.name, frame.incarnation), acks, late, is_all=not waiting)
+        self.were_used(acks, late)
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:
             self.handing_back = None
@@ -159,7 +159,7 @@ class Handing(Planning):
         self.kept_at = self.world.now
         used, late, finished = self.desk.take_news()
         for _, number, epoch in finished:
-            self.job.ledger.samples.set_aside(number, epoch.aside)
+            self.job.ledger.samples.quarantine(number, epoch.quarantined)
         if "confirm_unkept" not in self.job.bugs and not self.keep():
             self.desk.put_back_news(used, late)
             return
@@ -198,10 +198,10 @@ class Handing(Planning):
             for position in span.positions()
         }
 
-    def uses_are_lost(self) -> None:
+    def acks_are_lost(self) -> None:
         """Slice 0 came back from a copy: the workers that live say what they have used."""
         if "confirmed_is_lost" in self.job.bugs:
             for epoch in self.state.leases.epochs.get(LOADER, {}).values():
                 for lease in epoch.leases.values():
                     lease.done = []
-        self.desk.uses_are_lost()
+        self.desk.acks_are_lost()

@@ -11,7 +11,7 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import RoundMembership, Rounds, Verdict
 from syncline.core.slice_state import SliceState
 from syncline.core.wire.control import Install, Prepare
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.errors import FencedError, ProtocolError
 
 from .member import SimMember
@@ -23,19 +23,26 @@ if TYPE_CHECKING:
 AGAIN_SECONDS = 0.03
 
 Identity = tuple[str, int]
-Part = tuple[Identity, int, tuple[Use, ...], bool]  # whose, clock, what it has used of leases, whether it was late
+Part = tuple[
+    Identity, int, tuple[LeaseAck, ...], bool
+]  # whose, clock, what it has used of leases, whether it was late
 
 
 class Item:
     """What is staged for a clock."""
 
-    __slots__ = ("back_at", "incarnation", "phase", "slices", "uses")
+    __slots__ = ("acks", "back_at", "incarnation", "phase", "slices")
 
     def __init__(
-        self, incarnation: int, phase: int, slices: frozenset[int], back_at: int | None, uses: tuple[Use, ...] = ()
+        self,
+        incarnation: int,
+        phase: int,
+        slices: frozenset[int],
+        back_at: int | None,
+        acks: tuple[LeaseAck, ...] = (),
     ) -> None:
         self.incarnation, self.phase, self.slices, self.back_at = incarnation, phase, slices, back_at
-        self.uses = uses
+        self.acks = acks
 
 
 class Hosted:
@@ -114,8 +121,8 @@ class Host(SimMember):
     def on_stage(self, session: Session, frame: Frame) -> None:
         if not self._is_welcome(session, frame):
             return
-        request, clock, phase, slices, back_at, commit, uses = frame.body
-        item = Item(frame.incarnation, phase, slices, back_at, uses)
+        request, clock, phase, slices, back_at, commit, acks = frame.body
+        item = Item(frame.incarnation, phase, slices, back_at, acks)
         self.staged.setdefault((frame.name, frame.incarnation), {})[clock] = item
         if commit:
             self.on_commit(session, frame_of_commit(frame, request, clock, None))
@@ -160,13 +167,13 @@ class Host(SimMember):
         first = self.hosted.get(0) if 0 in self.primaries() else None
         is_there = first is not None and first.epoch and first.state.clocks.get(who, 0) >= clock
         if first is not None and is_there and verdict.kind != "late":
-            first.state.used(item.uses)  # it came from a copy, without what was used; other slices may lack this step
+            first.state.used(item.acks)  # it came from a copy, without what was used; other slices may lack this step
         self._take(verdict)
 
     def _take(self, verdict: Verdict[Item]) -> None:
         is_late = verdict.kind == "late"
         self._enqueue(
-            tuple(((c.worker, c.item.incarnation), c.clock, c.item.uses, is_late) for c in commits)
+            tuple(((c.worker, c.item.incarnation), c.clock, c.item.acks, is_late) for c in commits)
             for commits in verdict.apply
         )
 
@@ -270,8 +277,8 @@ class Host(SimMember):
         if number == 0 and (is_primary or "uses_unreplicated" not in self.job.bugs):
             counts = "late_counts" in self.job.bugs
             hosted.state.used(
-                [use for _, _, uses, is_late in fresh if not is_late or counts for use in uses],
-                [use for _, _, uses, is_late in fresh if is_late and not counts for use in uses],
+                [use for _, _, acks, is_late in fresh if not is_late or counts for use in acks],
+                [use for _, _, acks, is_late in fresh if is_late and not counts for use in acks],
             )
         for who, clock, _, is_late in fresh:
             self.job.ledger.decided((*who, clock), is_late)
@@ -280,9 +287,9 @@ class Host(SimMember):
     # -- uses ---------------------------------------------------------------------------------------------
 
     def beat(self) -> Any:
-        return self._uses_here()[:2]
+        return self._acks_here()[:2]
 
-    def _uses_here(self) -> tuple[list[Use], list[Use], list[Identity]]:
+    def _acks_here(self) -> tuple[list[LeaseAck], list[LeaseAck], list[Identity]]:
         """What is not confirmed yet, where slice 0 is; and who is out and has commits that are not applied yet."""
         if 0 not in self.primaries():
             return [], [], []
@@ -290,13 +297,13 @@ class Host(SimMember):
         waiting = {part[0] for update in self.on_their_way() for part in update}
         waiting |= {(c.worker, c.incarnation) for c in self.rounds.open_commits()}
         fenced = sorted(who for who in waiting if self._is_out(who))
-        uses = hosted.state.use_entries()
+        acks = hosted.state.ack_entries()
         if "open_is_done" in self.job.bugs:
-            uses += [
-                u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.uses
+            acks += [
+                u for c in self.rounds.open_commits() if (c.worker, c.incarnation) in fenced for u in c.item.acks
             ]
             fenced = []
-        return uses, hosted.state.late_entries(), fenced
+        return acks, hosted.state.late_entries(), fenced
 
     def _is_out(self, who: Identity) -> bool:
         standing = self.rounds.standings.get(who[0])
@@ -304,7 +311,7 @@ class Host(SimMember):
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            self.reply(session, "uses", (frame.body[0], *self._uses_here()))
+            self.reply(session, "acks", (frame.body[0], *self._acks_here()))
 
     def on_confirm(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame) and 0 in self.hosted:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from syncline.config import JobConfig
-from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.checkpoint.snapshot import ledger_to_resume
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.policy import parse_policy
@@ -127,7 +127,7 @@ class Job:
         """What a new job begins with."""
         if self.taken is None:
             return LeaseState()
-        return self.taken.leases if "leased_is_kept" in self.bugs else taken_up(self.taken.leases)
+        return self.taken.leases if "leased_is_kept" in self.bugs else ledger_to_resume(self.taken.leases)
 
     def has_finished(self) -> None:
         if self.scenario.is_ring:
@@ -241,8 +241,12 @@ class Job:
         return found
 
     def released(self, coordinator: Coordinator, change: Reconfiguration) -> None:
-        gates = {p.life: p.gate for p in self.world.current.values() if isinstance(p, Server) and p.gate is not None}
-        shut = {life: gate for life, gate in gates.items() if gate.number <= coordinator.state.saves.num_begun}
+        gates = {
+            p.life: p.barrier for p in self.world.current.values() if isinstance(p, Server) and p.barrier is not None
+        }
+        shut = {
+            life: barrier for life, barrier in gates.items() if barrier.number <= coordinator.state.saves.num_begun
+        }
         if shut and any(p.name in change.servers for p in self.world.current.values() if p.life in shut):
             self.ledger.fail(f"generation {change.generation} is released, and gates are closed: {shut}")
         if self.scenario.is_ring and change.moves:  # else a round may be on its way

@@ -156,9 +156,9 @@ class Ledger:
         self.reports.append(text)
 
     def report_restored(
-        self, slices: dict[int, Hosted | None], epoch: int, num_revoked: int, is_double: bool, uses: Container[Sample]
+        self, slices: dict[int, Hosted | None], epoch: int, num_revoked: int, is_double: bool, acks: Container[Sample]
     ) -> None:
-        """`uses`: samples that are leased and not done by what the coordinator has kept, where slice 0 is among them;
+        """`acks`: samples that are leased and not done by what the coordinator has kept, where slice 0 is among them;
         else none."""
         for number, hosted in slices.items():
             self.epochs[number] = epoch
@@ -166,7 +166,7 @@ class Ledger:
                 self.revoked[number] = self.world.now
                 there = hosted.ledger if hosted is not None else ()
                 self.samples.revoked(number, [entry for entry in self.sent if entry not in there])
-        self.samples.reported(self.sent, uses)
+        self.samples.reported(self.sent, acks)
         self.reports.append(f"{num_revoked} acknowledged updates were revoked")
 
     # -- moments ------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Planning(Process):
 
     def _key(self) -> tuple[int, int]: ...  # type: ignore[empty-body]
 
-    def uses_are_lost(self) -> None: ...
+    def acks_are_lost(self) -> None: ...
 
     def unconfirmed(self) -> set[tuple[int, int]]: ...  # type: ignore[empty-body]
 
@@ -191,11 +191,11 @@ class Planning(Process):
         lost, state.lost = state.lost, []
         state.num_revoked += restoring["revoked"]
         # Said before it is kept: a crash in between says it twice, the other order would say nothing.
-        uses = self.unconfirmed() if 0 in lost else set()
+        acks = self.unconfirmed() if 0 in lost else set()
         slices = {number: hosted for number, hosted in self.job.primaries(state).items() if number in lost}
-        self.job.ledger.report_restored(slices, restoring["epoch"], restoring["revoked"], self.departed, uses)
+        self.job.ledger.report_restored(slices, restoring["epoch"], restoring["revoked"], self.departed, acks)
         if 0 in lost:
-            self.uses_are_lost()
+            self.acks_are_lost()
         if not self.keep():
             state.lost, self.attempt = lost, None
             self._wait(0.05)

@@ -27,7 +27,7 @@ class Reader(Worker):
         assert job.scenario.data is not None
         self.data = job.scenario.data
         self.place, self.activity = 0, "open"
-        self.uses, self.portion, self.piece = LeaseAcks(), Portion(self.data.batch), None
+        self.acks, self.portion, self.piece = LeaseAcks(), Portion(self.data.batch), None
         self.piece: BatchRange | None
         self.is_finished, self.has_paused, self.enters_again = False, False, False
         self.must_tell = False
@@ -141,10 +141,10 @@ class Reader(Worker):
             self._ask_all("place", ())
             return
         self.piece, self.has_paused, self.num_steps = None, False, self.num_steps + 1
-        self.uses.read(piece)
+        self.acks.read(piece)
         positions = piece.span.positions(piece.begin, piece.end)
         samples = tuple((self.place, int(position)) for position in positions)
-        self._open_step(tuple(self.uses.take()), samples, self.clock)
+        self._open_step(tuple(self.acks.take()), samples, self.clock)
 
     # -- asking -------------------------------------------------------------------------------------------
 
@@ -155,10 +155,10 @@ class Reader(Worker):
 
     def _question(self, *, waits: bool) -> None:
         self.num_asked += 1
-        before, self.told = self.told, (self.uses.samples, self.world.now)
+        before, self.told = self.told, (self.acks.samples, self.world.now)
         given = [] if "given_once" in self.job.bugs else self.portion.given
         message = AskLease(
-            LOADER, self.place, self.uses.held(self.portion.numbers), self.portion.num_left,
+            LOADER, self.place, self.acks.held(self.portion.numbers), self.portion.num_left,
             self.told[0] - before[0], self.told[1] - before[1], waits, self.portion.newest, given,
         )  # fmt: skip
         self._ask_for("ask_lease", (self.num_asked, message))
@@ -198,15 +198,15 @@ class Reader(Worker):
 
     def on_ask_uses(self, session: Session, frame: Frame) -> None:
         if self.heed(session, frame):
-            open_ = [] if self.uses.are_told() else [(self.name, self.incarnation)]
-            self.reply(session, "uses", (frame.body[0], self.uses.committed(), self.uses.late(), open_))
+            open_ = [] if self.acks.are_told() else [(self.name, self.incarnation)]
+            self.reply(session, "acks", (frame.body[0], self.acks.committed(), self.acks.late(), open_))
 
     def beat(self) -> Any:
-        committed = [use for step in self.open.values() for use in step.uses]
+        committed = [use for step in self.open.values() for use in step.acks]
         return (committed, []) if "done_by_word" in self.job.bugs else ()
 
     def step_answered(self, step: Open) -> None:
-        self.uses.answered(step.uses, is_late=step.is_late)
+        self.acks.answered(step.acks, is_late=step.is_late)
 
     # -- rests --------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Reader(Worker):
 
     def _is_left(self) -> None:
         if self.is_finished:
-            self.uses.forget(self.portion.numbers)
+            self.acks.forget(self.portion.numbers)
         self.activity = "rest"
         self.pump()
 

@@ -294,7 +294,7 @@ class RingServer(Server):
         super()._begin_anew()
         states = [self.hosted[n].state for n in self.primaries()]
         clocks = {**least_clocks(states), **self.settled}
-        self.rounds.begin_anew([msgspec.structs.replace(s) for s in self.standings], clocks)
+        self.rounds.reset([msgspec.structs.replace(s) for s in self.standings], clocks)
 
     # -- copies -------------------------------------------------------------------------------------------
 
@@ -312,20 +312,20 @@ class RingServer(Server):
             hosted = self.hosted[number]
             state = hosted.state
             body = (number, state.version, state.clock_entries(), state.fence_entries(), dict(hosted.ledger),
-                    hosted.epoch, hosted.digest, state.use_entries(), state.late_entries())  # fmt: skip
+                    hosted.epoch, hosted.digest, state.ack_entries(), state.late_entries())  # fmt: skip
             for life in sorted(lives):
                 self.send(life, self.frame("supply", body))
         self.after(SUPPLY_SECONDS, self._supply)
 
     def on_supply(self, session: Session, frame: Frame) -> None:
-        number, version, clocks, fences, ledger, epoch, digest, uses, late = frame.body
+        number, version, clocks, fences, ledger, epoch, digest, acks, late = frame.body
         replica_set = self.replica_sets.get(number)
         is_mine = replica_set is not None and self.name in replica_set.backups and replica_set.primary == frame.name
         if frame.generation != self.generation or not is_mine or (frame.name, frame.incarnation) in self.out:
             return
         if number not in self.hosted:
             hosted = self.hosted[number] = Hosted(epoch)
-            hosted.state.take_over(version, clocks, fences, uses, late)
+            hosted.state.take_over(version, clocks, fences, acks, late)
             hosted.ledger, hosted.digest = dict(ledger), digest
         self.reply(session, "supplied", (number, frame.generation))
 

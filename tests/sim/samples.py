@@ -23,7 +23,7 @@ class Samples:
         self.read: dict[Entry, tuple[Sample, ...]] = {}
         self.before: set[Sample] = set()  # done in the checkpoint that this job has taken up
         self.late: set[Entry] = set()  # steps that count for nothing
-        self.excused: set[Sample] = set()  # by what the coordinator has reported, or set aside
+        self.excused: set[Sample] = set()  # by what the coordinator has reported, or quarantined
         self.revoked_on: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
 
@@ -54,7 +54,7 @@ class Samples:
         """A slice came back from a copy without these steps."""
         self.revoked_on.setdefault(number, set()).update(s for entry in entries for s in self.read.get(entry, ()))
 
-    def set_aside(self, epoch: int, suspect_batches: Iterable[SuspectBatch]) -> None:
+    def quarantine(self, epoch: int, suspect_batches: Iterable[SuspectBatch]) -> None:
         for suspect_batch in suspect_batches:
             self.excused.update((epoch, int(position)) for position in suspect_batch.span.positions())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from syncline.core.checkpoint.snapshot import MOST_TRIES, Cut, ledger_at
+from syncline.core.checkpoint.snapshot import MOST_TRIES, SnapshotAttempt, ledger_at
 from syncline.core.leasing.leases import LeaseState
 from syncline.core.membership import JobState
 from syncline.core.slice_state import Identity
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .job import Job
 
 #: As long as commits wait for a cut; for the marks after it; until it is tried again.
-CUT_SECONDS, MARK_SECONDS, AGAIN_SECONDS, URGENT_SECONDS = 0.4, 0.3, 0.05, 0.01
+SNAPSHOT_SECONDS, MARK_SECONDS, AGAIN_SECONDS, URGENT_SECONDS = 0.4, 0.3, 0.05, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Saving(Handing):
 
     def open_desk(self) -> None:
         super().open_desk()
-        self.cut: Cut | None = None
+        self.cut: SnapshotAttempt | None = None
         self.closed: dict[str, SnapshotBarrierClosed] = {}
         self.marks: dict[str, dict[int, Marked]] | None = None  # while servers mark
         self.leases_at_cut = LeaseState()
@@ -75,16 +75,16 @@ class Saving(Handing):
             saves.num_begun, saves.open = before
             self._later(0.05)
             return
-        self.cut = Cut(saves.open, primaries, self.world.now + CUT_SECONDS)
+        self.cut = SnapshotAttempt(saves.open, primaries, self.world.now + SNAPSHOT_SECONDS)
         self.job.saves.num_begun += 1
         self._close_all(self.cut)
-        self.after(CUT_SECONDS, lambda cut=self.cut: self._is_late(cut))
+        self.after(SNAPSHOT_SECONDS, lambda cut=self.cut: self._is_late(cut))
 
-    def _is_late(self, cut: Cut) -> None:
+    def _is_late(self, cut: SnapshotAttempt) -> None:
         if self.marks is None:
             self._stop(cut)
 
-    def _close_all(self, cut: Cut) -> None:
+    def _close_all(self, cut: SnapshotAttempt) -> None:
         self.closed = {}
         for server in cut.servers:
             self.say(server, "close_gate", cut.close())
@@ -107,16 +107,16 @@ class Saving(Handing):
         else:
             self._stop(cut)
 
-    def _mark(self, cut: Cut) -> None:
+    def _mark(self, cut: SnapshotAttempt) -> None:
         self.marks = {}
         self.leases_at_cut = self._ledger_at(cut)
         for server in cut.servers:
             self.say(server, "mark", (cut.number,))
         self.after(MARK_SECONDS, lambda: self._stop(cut))
 
-    def _ledger_at(self, cut: Cut) -> LeaseState:
-        uses, late = ([], []) if "uses_not_in_cut" in self.job.bugs else (cut.uses, cut.late)
-        return ledger_at(self.state.leases, uses, late)
+    def _ledger_at(self, cut: SnapshotAttempt) -> LeaseState:
+        acks, late = ([], []) if "uses_not_in_cut" in self.job.bugs else (cut.acks, cut.late)
+        return ledger_at(self.state.leases, acks, late)
 
     def on_marked(self, session: Session, frame: Frame) -> None:
         number, marked = frame.body
@@ -150,7 +150,7 @@ class Saving(Handing):
             self._stop(cut, is_urgent=True)
         return self.cut is not None
 
-    def _stop(self, cut: Cut, *, is_urgent: bool = False) -> None:
+    def _stop(self, cut: SnapshotAttempt, *, is_urgent: bool = False) -> None:
         """This try is over, and commits go on."""
         if self.cut is not cut:
             return
@@ -179,7 +179,7 @@ class Saves:
         self.num_begun = self.num_further = self.num_given_up = 0
         self.taken: list[Taken] = []
 
-    def made(self, cut: Cut, slices: dict[int, Marked], leases: LeaseState, state: JobState) -> None:
+    def made(self, cut: SnapshotAttempt, slices: dict[int, Marked], leases: LeaseState, state: JobState) -> None:
         """Every server has marked its slices."""
         if slices.keys() != set(state.replica_sets):
             self.ledger.fail(f"save {cut.number} has slices {sorted(slices)} of {sorted(state.replica_sets)}")
@@ -191,7 +191,7 @@ class Saves:
         self._check_samples(cut, slices[0], done, there)
         self.taken.append(Taken(leases, frozenset(done), frozenset(self.ledger.samples.excused)))
 
-    def _check_clocks(self, cut: Cut, number: int, marked: Marked, there: set[Identity]) -> None:
+    def _check_clocks(self, cut: SnapshotAttempt, number: int, marked: Marked, there: set[Identity]) -> None:
         """Of each worker exactly its steps up to the clock of the cut, each once."""
         ledger, highest = self.ledger, {}
         for (name, incarnation, clock), times in marked.ledger.items():
@@ -210,7 +210,7 @@ class Saves:
                 if entry not in marked.ledger and not ledger.is_revoked(number, ledger.sent.get(entry, 0.0)):
                     ledger.fail(f"save {cut.number}: {entry} is not in slice {number}; the cut is at {clock}")
 
-    def _check_samples(self, cut: Cut, first: Marked, done: set[Sample], there: set[Identity]) -> None:
+    def _check_samples(self, cut: SnapshotAttempt, first: Marked, done: set[Sample], there: set[Identity]) -> None:
         """What is done is what the steps in the cut have used, each once."""
         samples = self.ledger.samples
         used: dict[Sample, Entry] = {}

@@ -225,7 +225,7 @@ class Server(Gated):
         clocks = least_clocks(states)
         if not states:
             clocks = {(s.name, s.incarnation): s.clock for s in self.standings}
-        self.rounds.begin_anew([msgspec.structs.replace(s) for s in self.standings], clocks)
+        self.rounds.reset([msgspec.structs.replace(s) for s in self.standings], clocks)
         self.staged.clear()
         for hosted in self.hosted.values():
             hosted.queue.clear()
@@ -265,10 +265,10 @@ class Server(Gated):
         number = seeding["left"][0]
         hosted = self.hosted[number]
         clocks = [] if "clocks_apart" in self.job.bugs else hosted.state.clock_entries()
-        uses = [] if "uses_unseeded" in self.job.bugs else hosted.state.use_entries()
+        acks = [] if "uses_unseeded" in self.job.bugs else hosted.state.ack_entries()
         late = [] if "uses_unseeded" in self.job.bugs else hosted.state.late_entries()
         body = (number, hosted.state.version, clocks, hosted.state.fence_entries(), dict(hosted.ledger),
-                hosted.epoch, hosted.digest, seeding["key"], uses, late)  # fmt: skip
+                hosted.epoch, hosted.digest, seeding["key"], acks, late)  # fmt: skip
         self.send(seeding["life"], self.frame("seed", body))
         if "no_tail" not in self.job.bugs:
             hosted.targets[seeding["life"]] = seeding["name"]
@@ -286,7 +286,7 @@ class Server(Gated):
         self.reply(seeding["session"], "seed_failed", (seeding["key"],))
 
     def on_seed(self, session: Session, frame: Frame) -> None:
-        number, version, clocks, fences, ledger, epoch, digest, key, uses, late = frame.body
+        number, version, clocks, fences, ledger, epoch, digest, key, acks, late = frame.body
         known = self.hosted.get(number)
         old = known is not None and (known.epoch, known.state.version) > (epoch, version)
         replica_set = self.replica_sets.get(number)
@@ -294,7 +294,7 @@ class Server(Gated):
         if frame.generation < max(self.prepared, self.generation) or old or mine:
             return
         hosted = self.hosted[number] = Hosted(epoch)
-        hosted.state.take_over(version, clocks, fences, uses, late)
+        hosted.state.take_over(version, clocks, fences, acks, late)
         hosted.ledger, hosted.digest = dict(ledger), digest
         self.reply(session, "seed_done", (number, key))
 

@@ -110,7 +110,7 @@ def test_rings_come_to_their_end() -> None:
 def test_saves_come_to_their_end() -> None:
     """Where nothing goes wrong hardly any is tried again; else what holds of every cut would hold of none."""
     jobs = [play(seed, keep=frozenset()) for seed in range(SAVES, SAVES + 12)]
-    quiet = [job.saves for job in jobs if job.scenario.gate_seconds > 0.1]
+    quiet = [job.saves for job in jobs if job.scenario.barrier_seconds > 0.1]
     made = sum(len(saves.taken) for saves in quiet)
     assert made >= 2 * len(quiet) and made >= 0.7 * sum(saves.num_begun for saves in quiet)
     assert any(saves.num_further for saves in quiet), "all were level at once"
@@ -199,6 +199,6 @@ def test_seeds_are_of_every_kind() -> None:
     assert {(s.servers > 1, s.replicas) for s in spare} == {(False, 1), (True, 1), (True, 2)}
     assert {s.data is None for s in spare} == {True, False} and any(s.late_servers or s.retires for s in spare)
     saved = [scenario_of(seed) for seed in range(SAVES, SAVES + QUICK_SAVES)]
-    assert all(s.saves for s in saved) and {s.gate_seconds > 0.1 for s in saved} == {True, False}
+    assert all(s.saves for s in saved) and {s.barrier_seconds > 0.1 for s in saved} == {True, False}
     assert {s.policy.partition("=")[0] for s in saved} >= {"sync", "async", "sync:spare"}
     assert {s.data is None for s in saved} == {True, False} and any(s.late_workers for s in saved)

@@ -8,7 +8,7 @@ from syncline.core.members import Member
 from syncline.core.rounds import RoundMembership
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.control import Passed
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 
 from .member import SimMember
 from .world import Frame, Session
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("back_at", "is_late", "phase", "requests", "roll", "states", "uses")
+    __slots__ = ("acks", "back_at", "is_late", "phase", "requests", "roll", "states")
 
-    def __init__(self, phase: int, back_at: int | None, uses: tuple[Use, ...]) -> None:
-        self.phase, self.back_at, self.uses, self.is_late = phase, back_at, uses, False
+    def __init__(self, phase: int, back_at: int | None, acks: tuple[LeaseAck, ...]) -> None:
+        self.phase, self.back_at, self.acks, self.is_late = phase, back_at, acks, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
         self.roll: RoundMembership | None = None  # with spare workers: the word of the server of slice 0
@@ -121,10 +121,10 @@ class Worker(SimMember):
         self.place += 1
         self._open_step((), (), self.place)
 
-    def _open_step(self, uses: tuple[Use, ...], samples: tuple[tuple[int, int], ...], place: int) -> None:
+    def _open_step(self, acks: tuple[LeaseAck, ...], samples: tuple[tuple[int, int], ...], place: int) -> None:
         """`samples`: epochs and positions that it has read."""
         self.clock += 1
-        self.open[self.clock] = Open(self.phase, self.back_at, uses)
+        self.open[self.clock] = Open(self.phase, self.back_at, acks)
         self.back_at, self.needs_place = None, False
         self.job.ledger.step_sent((self.name, self.incarnation, self.clock), samples)
         self.is_computing = True
@@ -205,7 +205,7 @@ class Worker(SimMember):
                 step.states[life] = "committing" if alone else "staging"
                 request = step.requests[life] = self._request()
                 slices = frozenset(n for n, primary in self.replica_sets.items() if primary == life)
-                body = (request, clock, step.phase, slices, step.back_at, alone, step.uses)
+                body = (request, clock, step.phase, slices, step.back_at, alone, step.acks)
                 self.send(life, self.frame("stage", body))
         unready = alone or any(step.states.get(life, "staging") == "staging" for life in servers)
         if unready and "commit_early" not in self.job.bugs:

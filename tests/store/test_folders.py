@@ -14,7 +14,7 @@ from tests.store.made import make
 
 from syncline.errors import StoreError
 from syncline.store import checkpoints, mirror, weights
-from syncline.store.folders import open_folder
+from syncline.store.folders import check_writable, open_folder
 from syncline.store.tensors import TensorReader, TensorWriter
 
 PLAN = [("a", "float32", (4,)), ("b", "uint8", (3,)), ("c", "float64", ())]
@@ -54,9 +54,9 @@ def test_trouble_of_a_disk_names_the_remedy_and_leaves_nothing(
         with pytest.raises(StoreError, match=remedy):
             folder.write("manifest.json", b"x")
         with pytest.raises(StoreError, match=remedy):
-            folder.check_writable()
+            check_writable(folder)
     assert folder.list() == []
-    folder.check_writable()
+    check_writable(folder)
     assert folder.list() == []
 
 
@@ -107,7 +107,7 @@ def test_what_has_no_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def through(url: str, other: str) -> None:
     """A checkpoint's whole life at an address."""
     folder = open_folder(url)
-    folder.check_writable()
+    check_writable(folder)
     made = [make(folder, number) for number in (1, 2, 3)]
     checkpoints.point(folder, "best", made[2].name)
     assert [one.name for one in checkpoints.find(folder)] == [one.name for one in reversed(made)]

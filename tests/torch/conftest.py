@@ -18,7 +18,7 @@ from syncline.torch import carriers, optimizer
 
 
 @pytest.fixture(autouse=True)
-def circles_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def process_groups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
     monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
 

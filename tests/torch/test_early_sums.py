@@ -12,7 +12,6 @@ from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, kill, start
 
-from syncline.core.forecast import ForecastOutcome
 from syncline.server import pool
 from syncline.server.reduce import process_group, sums
 from syncline.server.reduce.host_round import Turn
@@ -26,7 +25,7 @@ STEPS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "relay": {"on": ["a", "a", "b", "b"]},
     "one host": {"num_cores": 64},
-    "circle": {"sums": "gloo"},
+    "process_group": {"sums": "gloo"},
 }
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 Body = Callable[["Script", int], None]
@@ -181,7 +180,7 @@ def trained(body: Body, overlap: bool, kind: str, device: str = "cpu") -> torch.
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "circle" else pytest.param(kind, marks=pytest.mark.proof) for kind in KINDS]
+    "kind", [kind if kind == "process_group" else pytest.param(kind, marks=pytest.mark.proof) for kind in KINDS]
 )
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_early_or_late_it_comes_to_the_same(body: Body, kind: str) -> None:
@@ -200,56 +199,60 @@ def test_so_it_does_where_gradients_stay_on_their_device(
     monkeypatch.setitem(process_group.GROUPS, "nccl", process_group.gloo_group)
     monkeypatch.setitem(process_group.LIMITS, "nccl", process_group.LIMITS["gloo"])
     monkeypatch.setattr(channel_carrier, "BUCKET_BYTES", 512)
-    monkeypatch.setitem(KINDS, "hatch", {"sums": "nccl"})
-    assert torch.equal(trained(body, True, "hatch", device), trained(body, False, "hatch", device))
+    monkeypatch.setitem(KINDS, "device_channel", {"sums": "nccl"})
+    assert torch.equal(trained(body, True, "device_channel", device), trained(body, False, "device_channel", device))
 
 
 @pytest.mark.parametrize("kind", ["relay", "one host"])
-def test_deputies_begin_all_slices_before_their_round_is_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, anew, original = dict[int, int](), list[bool](), Turn.take_up
+def test_host_leaders_begin_all_slices_before_their_round_is_complete(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, again, original = dict[int, int](), list[bool](), Turn.take_up
 
-    def take_up(self: Turn, work: Any, outcome: ForecastOutcome) -> Any:
+    def take_up(self: Turn, work: Any) -> None:
         begun[self.number] = begun.get(self.number, 0) + len(self.begun)
-        anew.extend(map(outcome.is_anew, self.by_number))
-        return original(self, work, outcome)
+        again.append(self.is_again)
+        original(self, work)
 
     monkeypatch.setattr(Turn, "take_up", take_up)
     trained(plain, True, kind)
-    assert begun == dict.fromkeys(range(STEPS), begun[STEPS - 1]) | {0: 0, 1: begun[1]}, "the first has no forecast"
-    assert begun[STEPS - 1] > 0 and anew and not any(anew)
+    last = begun[STEPS - 1]
+    assert begun == dict.fromkeys(range(STEPS), last) | {0: 0, 1: 0}, "after two rounds that are alike"
+    assert last > 0 and again and not any(again)
 
 
-def test_a_circle_begins_all_buckets_before_their_round_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_begins_all_buckets_before_their_round_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, original = list[tuple[int, int]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 512)
 
-    def make(self: GroupRound, work: Any, outcome: ForecastOutcome) -> Any:
-        assert not any(map(outcome.is_anew, range(100)))
-        if outcome.number > 1:
+    def make(self: GroupRound, work: Any, holds: bool) -> Any:
+        if work.commits[0].clock > 3:
+            assert holds
             begun.append((self.num_begun, len(self._buckets)))
-        return original(self, work, outcome)
+        return original(self, work, holds)
 
     monkeypatch.setattr(GroupRound, "make", make)
     trained(plain, True, "circle")
-    assert begun == [begun[0]] * 4 * (STEPS - 2) and begun[0][0] == begun[0][1] > 1
+    assert len(begun) == 4 * (STEPS - 3) and begun[0][0] == begun[0][1] > 1
+    assert set(begun) == {begun[0]}
 
 
-def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a parameter that a worker has no gradient for."""
     begun, original = dict[str, set[tuple[int, int]]](), GroupRound.make
     monkeypatch.setattr(sums, "BUCKET_BYTES", 256)
 
-    def make(self: GroupRound, work: Any, outcome: ForecastOutcome) -> Any:
-        if outcome.number > 1:
+    def make(self: GroupRound, work: Any, holds: bool) -> Any:
+        if holds:
             begun.setdefault(self._own_worker, set()).add((self.num_begun, len(self._buckets)))
-        return original(self, work, outcome)
+        return original(self, work, holds)
 
     def work(job: Any) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
         if job.rank == 1:
             model[2].weight.requires_grad_(False)
         opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, job=job)
-        for _ in range(4):
+        for _ in range(5):
             model(torch.randn(4, 8)).sum().backward()
             opt.step()
             opt.zero_grad()
@@ -257,6 +260,7 @@ def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_circle(monkeypatch:
     monkeypatch.setattr(GroupRound, "make", make)
     with local_job(workers=2, exchange="ring", slice_bytes=256, sums="gloo") as jobs:
         jobs.run(work)
+    assert len(begun) == 2
     for found in begun.values():
         ((early, whole),) = found
         assert whole - 2 <= early, "all but the buffers"

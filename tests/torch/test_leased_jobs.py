@@ -106,10 +106,10 @@ def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pat
         iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
         epoch = coordinator.leases.leasing.epoch("begun", 0)
         assert epoch is not None
-        epoch.aside.append(SuspectBatch(Span(3, 6), ["worker-0", "worker-1"]))
+        epoch.quarantined.append(SuspectBatch(Span(3, 6), ["worker-0", "worker-1"]))
     assert list(coordinator.job.events)[-2:] == [
         "epoch 1 of 'read': 7 samples were read and used in no step",
-        "epoch 1 of 'begun': the samples at positions 3 to 5 were set aside: worker-0, worker-1 died at them; "
+        "epoch 1 of 'begun': the samples at positions 3 to 5 were quarantined: worker-0, worker-1 died at them; "
         "syncline.data.samples_at says which they are",
     ]
 

@@ -344,10 +344,10 @@ def test_what_is_between_two_loops_is_no_time_of_work(ticks: Ticks) -> None:
 
 def test_what_was_used_is_known_until_nobody_asks_for_it() -> None:
     """With coordinator and servers the end of an epoch may be forgotten: only workers know then what they used."""
-    uses = LeaseAcks()
+    acks = LeaseAcks()
     for lease in (1, 2, 3):
-        uses.answered([(lease, 0, 4)], is_late=False)
-    uses.forget({1})
-    assert [lease for lease, _, _ in uses.committed()] == [1, 2, 3]
-    uses.forget({2})
-    assert [lease for lease, _, _ in uses.committed()] == [2, 3], "another epoch is over since"
+        acks.answered([(lease, 0, 4)], is_late=False)
+    acks.forget({1})
+    assert [lease for lease, _, _ in acks.committed()] == [1, 2, 3]
+    acks.forget({2})
+    assert [lease for lease, _, _ in acks.committed()] == [2, 3], "another epoch is over since"

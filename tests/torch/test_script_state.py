@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.patience import PATIENCE
-from tests.saved_scripts import NAME, Asker, finish, takes_up
+from tests.saved_scripts import NAME, Asker, finish, resumes
 
 from syncline.core.wire.checkpoints import Noted
 from syncline.errors import ConfigError, StoreError
@@ -108,7 +108,7 @@ def test_a_script_goes_on_as_if_it_had_not_ended(made, tmp_path, clock):
     digest = finish(tmp_path / NAME, found[1])
 
     again, _ = made()
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     assert resumed.log == script.log[:clock] and resumed.job.state["log"] is resumed.log
     epoch, _ = divmod(clock, 6)
@@ -149,7 +149,7 @@ def test_chance_goes_on_before_the_first_batch_is_read(made, tmp_path):
     digest = finish(tmp_path / NAME, found[1])
 
     again, _ = made()
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     torch.rand(100)
     first = next(iter(resumed.loader))
@@ -165,7 +165,7 @@ def test_after_the_first_batch_the_script_is_on_its_own(made, tmp_path):
     script.run(1, after)
     digest = finish(tmp_path / NAME, found[1])
     again, _ = made()
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     resumed.run(1)
     assert len(resumed.log) == 3 + 6 and again.checkpoints.resume.is_over
@@ -203,7 +203,7 @@ def test_an_accumulated_gradient_is_no_boundary(made, tmp_path):
         asker.written(tmp_path / NAME, 1)
     written = asker.written(tmp_path / NAME, 2)  # behind the fourth micro-batch
     again, _ = made()
-    takes_up(again, tmp_path / NAME, finish(tmp_path / NAME, written))
+    resumes(again, tmp_path / NAME, finish(tmp_path / NAME, written))
     assert Script(again).log == [0, 1, 2, 3]
 
 
@@ -221,7 +221,7 @@ def test_local_steps_keep_their_optimizer_and_nothing_between_two_averages(made,
     assert isinstance(told[0].wait(SECONDS), Noted)
     digest = finish(tmp_path / NAME, asker.written(tmp_path / NAME, 2))  # behind six steps
     again, _ = made(sync_every=3)
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     next(iter(resumed.loader))
     assert torch.equal(resumed.opt.state_dict()["state"][0]["momentum_buffer"], momentum[6])
@@ -246,7 +246,7 @@ def test_what_the_script_says_anew_counts(made, tmp_path):
     digest = finish(tmp_path / NAME, found[1])
     for lr, then in ((0.5, 0.25), (0.01, 0.01)):
         again, _ = made()
-        takes_up(again, tmp_path / NAME, digest)
+        resumes(again, tmp_path / NAME, digest)
         resumed = Script(again, lr=lr)
         next(iter(resumed.loader))
         assert resumed.opt.param_groups[0]["lr"] == then
@@ -283,7 +283,7 @@ def test_objects_of_torch_come_back(made, tmp_path):
         assert isinstance(asker.expect().wait(SECONDS), Noted)
         written = asker.written(tmp_path / NAME, 0)
     again, _ = made()
-    takes_up(again, tmp_path / NAME, finish(tmp_path / NAME, written))
+    resumes(again, tmp_path / NAME, finish(tmp_path / NAME, written))
     after = things()
     for name, thing in after.items():
         again.state[name] = thing
@@ -302,7 +302,7 @@ def test_another_worker_takes_the_first_ones_state_but_not_its_chance(made, tmp_
 
     digest = finish(tmp_path / NAME, msgspec.structs.replace(found[1], worker="worker-7"))
     again, _ = made()
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     drawn = torch.get_rng_state()
     loop = iter(resumed.loader)
@@ -332,7 +332,7 @@ def test_a_script_with_a_loop_of_its_own(made, tmp_path):
     assert isinstance(told[0].wait(SECONDS), Noted)
     digest = finish(tmp_path / NAME, asker.written(tmp_path / NAME, 5))
     again, _ = made()
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     resumed = Script(again)
     again.put_back()
     assert torch.equal(torch.get_rng_state(), state)

@@ -16,7 +16,7 @@ from tests.leased import FakeJob, LeaseQueue, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, train
 
-from syncline.core.checkpoint.snapshot import ledger_at, taken_up
+from syncline.core.checkpoint.snapshot import ledger_at, ledger_to_resume
 from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.torch import data
 from syncline.torch.data import DataLoader
@@ -117,7 +117,7 @@ def test_the_seed_goes_on_with_the_journal_and_a_checkpoint() -> None:
     assert Leasing(state, in_rounds=True).seed("a", 5, counts=True) == 5
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=LeaseState)
     assert Leasing(kept, in_rounds=True).seed("a", 6, counts=True) == 5
-    assert Leasing(taken_up(ledger_at(state, [], [])), in_rounds=True).seed("a", 6, counts=True) == 5
+    assert Leasing(ledger_to_resume(ledger_at(state, [], [])), in_rounds=True).seed("a", 6, counts=True) == 5
 
 
 SCRIPT = """

@@ -37,7 +37,7 @@ class Between:
         self._stands = False
         self._workers = threading.Barrier(num_workers, action=self._decide)
         self._all_there = threading.Barrier(num_workers + 1)
-        monkeypatch.setattr(saves, "CUT_SECONDS", SECONDS)  # after that any level place would do
+        monkeypatch.setattr(saves, "SNAPSHOT_SECONDS", SECONDS)  # after that any level place would do
         take_snapshot = saves.take_snapshot
 
         def late(*args: Any) -> Any:

@@ -85,7 +85,7 @@ class TwinServer:
         self.heard: list[Message] = []
         self.fail: Callable[[Message], None] = lambda message: None  # raises, closes, or waits
         self.restored: dict[int, tuple[Any, bytes]] = {}
-        self._landing: dict[int, list[np.ndarray]] = {}
+        self._buffers: dict[int, list[np.ndarray]] = {}
         self._blocks: dict[int, HeapMemory] = {}
 
     def slices(self) -> list[Slice]:
@@ -98,13 +98,13 @@ class TwinServer:
 
     # -- what the endpoint calls ---
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[memoryview]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[memoryview]:
         if isinstance(message, Stage | Upload):
             sizes = {p.id: p.num_bytes for p in self.house.layout_slices()}
             arrays = [np.empty(sizes[number], np.uint8) for number in message.slices]
         else:
             arrays = [np.empty(payload_bytes, np.uint8)]
-        self._landing[id(message)] = arrays
+        self._buffers[id(message)] = arrays
         return [buffer_of(array) for array in arrays]
 
     def handle(self, request: Request) -> None:
@@ -124,14 +124,14 @@ class TwinServer:
     def answer(self, request: Request, message: Message) -> Any:
         values = self.house.values
         if isinstance(message, Stage):
-            bytes_ = dict(zip(message.slices, self._landing.pop(id(message), []), strict=True))
+            bytes_ = dict(zip(message.slices, self._buffers.pop(id(message), []), strict=True))
             known = self.staged.get(message.clock)
             self.staged[message.clock] = (message, {**(known[1] if known else {}), **bytes_})
             return self._commit(message) if message.commit else Done()
         if isinstance(message, CommitStaged):
             return self._commit(message)
         if isinstance(message, Upload):
-            for number, array in zip(message.slices, self._landing.pop(id(message)), strict=True):
+            for number, array in zip(message.slices, self._buffers.pop(id(message)), strict=True):
                 values[number][:] = array.view(np.float64)
             return Done()
         if isinstance(message, Pull):
@@ -162,7 +162,7 @@ class TwinServer:
         if isinstance(message, AskWhy):
             return GivenWhy(f"{self.name}: the round waits for worker-7")
         if isinstance(message, Restore):
-            self.restored[message.copy.slice] = (message.copy, self._landing.pop(id(message))[0].tobytes())
+            self.restored[message.copy.slice] = (message.copy, self._buffers.pop(id(message))[0].tobytes())
             return Done()
         raise ProtocolError(f"a twin does not answer {type(message).__name__}")
 
@@ -225,7 +225,7 @@ class TwinCoordinator:
         self.endpoints: list[Endpoint] = []
         self.answers: dict[type[Message], Callable[[Any], Message | None]] = {}
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[memoryview]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[memoryview]:
         raise ProtocolError("no payload")
 
     def handle(self, request: Request) -> None:

@@ -12,7 +12,7 @@ from tests.worker.test_saves import SECONDS, Counter, begin, step, until
 
 from syncline.core.wire.checkpoints import Noted
 from syncline.core.wire.control import Report
-from syncline.core.wire.leases import AskLeaseAcks, Uses
+from syncline.core.wire.leases import AskLeaseAcks, GivenLeaseAcks
 from syncline.errors import StoreError
 from syncline.worker.checkpoint import saves
 
@@ -76,7 +76,7 @@ def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
         told = asker.expect()
         assert inside.wait(SECONDS)
         asker.end()
-        assert isinstance(asker.endpoint.call(AskLeaseAcks()).wait(SECONDS / 4), Uses)
+        assert isinstance(asker.endpoint.call(AskLeaseAcks()).wait(SECONDS / 4), GivenLeaseAcks)
         with pytest.raises(StoreError, match="save 1 is over"):
             told.wait(SECONDS / 4)
     finally:

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from tests.patience import PATIENCE
 
+from syncline.core.leasing.loader import Loader
 from syncline.core.rule import Rule
 from syncline.testing import local_job
+from syncline.worker.checkpoint import resume
 from syncline.worker.checkpoint.resume import MOST_BYTES
+from syncline.worker.data.loop import Loop
 from syncline.worker.job import Job
 
 
@@ -42,11 +45,17 @@ def begin(job: Job) -> Counter:
     return counter
 
 
+def is_noted(jobs: Any, name: str, count: int) -> bool:
+    """Whether the coordinator has a note of this worker with this count."""
+    notes = jobs._process.coordinator.resume._notes
+    return f'"count",{count}'.encode() in (notes[name].tree if name in notes else b"")
+
+
 def wait_for_note(jobs: Any, name: str, counter: Counter, job: Job) -> None:
     """Until the coordinator has the newest state: a note is taken at a boundary, so there is one after it."""
-    notes, until = jobs._process.coordinator.resume._notes, time.monotonic() + PATIENCE
-    while f'"count",{counter.count - 1}'.encode() not in (notes[name].tree if name in notes else b""):
-        assert time.monotonic() < until, notes.get(name)
+    until = time.monotonic() + PATIENCE
+    while not is_noted(jobs, name, counter.count - 1):
+        assert time.monotonic() < until
         time.sleep(0.01)
         push(job, counter, 1)
 
@@ -98,6 +107,24 @@ def test_what_is_large_is_left_out_and_said_and_the_rest_comes_back(capfd: pytes
         back.state["average"] = np.ones(1, np.uint8)
         assert back.state["average"].tolist() == [1]
     assert "job.state['average'] has more than 8 MiB" in capfd.readouterr().err
+
+
+def test_an_epoch_begins_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler steps between two epochs, and the optimizer does not: a note of the same step may lack it. Here no
+    other note is ever due."""
+    monkeypatch.setattr(resume, "NOTE_SECONDS", 1e6)
+    with local_job(workers=1, policy="async") as jobs:
+        counter, until = begin(jobs[0]), time.monotonic() + PATIENCE
+        for epoch in range(3):
+            with Loop(jobs[0], "numbers", epoch, Loader(4, 2)) as loop:
+                while not is_noted(jobs, "worker-0", epoch):
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                while loop.next() is not None:
+                    loop.hand_out()
+                    jobs[0].kv.push({"x": np.ones(4)}).wait()
+                    loop.comes_back()
+            counter.count += 1
 
 
 def test_a_first_life_of_a_job_asks_for_nothing() -> None:

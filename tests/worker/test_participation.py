@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.core.policy import Policy
-from syncline.core.rounds import ERA, LOOP
+from syncline.core.rounds import BARRIER_EPOCH, LOOP
 from syncline.core.wire.control import Enter, Entered, Passed
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskPlace, GivenPlace, Rest
@@ -37,7 +37,7 @@ class Coordinator:
 
     def call(self, message: Message, seconds: float) -> Message:
         self.heard.append(message)
-        return Entered(ERA + 3, 0)
+        return Entered(BARRIER_EPOCH + 3, 0)
 
 
 def part_of(servers: Servers, policy: Policy = BOUNDED, coordinator: Coordinator | None = None) -> Participation:
@@ -50,9 +50,9 @@ def part_of(servers: Servers, policy: Policy = BOUNDED, coordinator: Coordinator
 def test_behind_a_barrier_all_stand_level() -> None:
     servers = Servers()
     part = part_of(servers)
-    part.step_aside()
-    part.pass_barrier(Passed(ERA))
-    assert servers.heard == [Rest(0, True)] and not part.must_come_back and part.phase == ERA
+    part.enter_barrier()
+    part.pass_barrier(Passed(BARRIER_EPOCH))
+    assert servers.heard == [Rest(0, True)] and not part.must_come_back and part.phase == BARRIER_EPOCH
 
 
 def test_who_comes_to_a_barrier_that_all_have_passed_asks_where_it_stands() -> None:
@@ -60,13 +60,13 @@ def test_who_comes_to_a_barrier_that_all_have_passed_asks_where_it_stands() -> N
     `bounded` two workers could wait for each other."""
     servers = Servers()
     part = part_of(servers)
-    part.pass_barrier(Passed(ERA))
-    part.step_aside()
-    part.pass_barrier(Passed(ERA, is_away=True))
-    assert part.must_come_back and part.phase == ERA
+    part.pass_barrier(Passed(BARRIER_EPOCH))
+    part.enter_barrier()
+    part.pass_barrier(Passed(BARRIER_EPOCH, is_away=True))
+    assert part.must_come_back and part.phase == BARRIER_EPOCH
     part.come_back()
     assert part.back_at == 6 and servers.heard[-1] == AskPlace()
-    part.committed(ERA)
+    part.committed(BARRIER_EPOCH)
     assert not part.must_come_back and part.back_at is None
 
 
@@ -75,17 +75,17 @@ def test_in_sync_who_came_late_to_a_barrier_is_away_and_enters_again() -> None:
     servers, coordinator = Servers(), Coordinator()
     part = part_of(servers, Policy("sync"), coordinator)
     for entry in range(2):
-        part.step_aside()
-        part.pass_barrier(Passed(ERA, is_away=True))
+        part.enter_barrier()
+        part.pass_barrier(Passed(BARRIER_EPOCH, is_away=True))
         assert part.must_enter
         servers.heard.clear()
         part.tell()
-        assert servers.heard == [Rest(ERA, True)], "a server that comes now must not wait for it either"
+        assert servers.heard == [Rest(BARRIER_EPOCH, True)], "a server that comes now must not wait for it either"
         part.come_back()
-        assert coordinator.heard[-1] == Enter(entry) and part.phase == ERA + 3 and part.back_at is None
+        assert coordinator.heard[-1] == Enter(entry) and part.phase == BARRIER_EPOCH + 3 and part.back_at is None
         part.committed(part.phase)
         assert not part.must_come_back
-        part.pass_barrier(Passed(ERA))
+        part.pass_barrier(Passed(BARRIER_EPOCH))
 
 
 def test_in_sync_who_has_paused_in_a_loop_enters_again_beside_the_others() -> None:
@@ -96,7 +96,7 @@ def test_in_sync_who_has_paused_in_a_loop_enters_again_beside_the_others() -> No
     part.pause()
     assert servers.heard == [Rest(0, False)] and part.must_enter
     part.come_back()
-    assert coordinator.heard == [Enter(0)] and part.phase == ERA + 3
+    assert coordinator.heard == [Enter(0)] and part.phase == BARRIER_EPOCH + 3
     part.committed(part.phase)
     assert not part.must_come_back
 

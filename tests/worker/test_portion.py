@@ -34,35 +34,35 @@ def test_what_was_given_back_is_said_again() -> None:
 
 def test_what_is_open_is_not_said_to_be_used() -> None:
     """Servers tell of it when it is applied; and it may be late."""
-    made, uses = portion(), LeaseAcks()
+    made, acks = portion(), LeaseAcks()
     for _ in range(3):
         piece = made.cut()
         assert piece is not None
-        uses.read(piece)
-    first, second, third = uses.take()
-    uses.answered([first], is_late=False)
-    uses.answered([second], is_late=True)
-    assert uses.committed() == [first] and uses.late() == [second] and third[0] == 5
-    uses.forget({3, 5})
-    assert uses.committed() == [first] and uses.late() == [second]  # who keeps it may die before it does
-    uses.forget({7})
-    assert not uses.committed() and not uses.late()
+        acks.read(piece)
+    first, second, third = acks.take()
+    acks.answered([first], is_late=False)
+    acks.answered([second], is_late=True)
+    assert acks.committed() == [first] and acks.late() == [second] and third[0] == 5
+    acks.forget({3, 5})
+    assert acks.committed() == [first] and acks.late() == [second]  # who keeps it may die before it does
+    acks.forget({7})
+    assert not acks.committed() and not acks.late()
 
 
 def test_what_is_under_way_when_it_is_asked_is_waited_for() -> None:
     """It may be on a slice that was lost, and nowhere else: who asks is to ask again."""
-    made, uses = portion(), LeaseAcks()
+    made, acks = portion(), LeaseAcks()
     for _ in range(2):
         piece = made.cut()
         assert piece is not None
-        uses.read(piece)
+        acks.read(piece)
         if piece.begin == 0:
-            (first,) = uses.take()
-    assert not uses.are_told()
-    (second,) = uses.take()  # since then, and no part of the question
-    assert not uses.are_told()
-    uses.answered([first], is_late=False)
-    assert uses.are_told() and uses.committed() == [first]
-    assert not uses.are_told(), "another question"
-    uses.answered([second], is_late=True)
-    assert uses.are_told()
+            (first,) = acks.take()
+    assert not acks.are_told()
+    (second,) = acks.take()  # since then, and no part of the question
+    assert not acks.are_told()
+    acks.answered([first], is_late=False)
+    assert acks.are_told() and acks.committed() == [first]
+    assert not acks.are_told(), "another question"
+    acks.answered([second], is_late=True)
+    assert acks.are_told()

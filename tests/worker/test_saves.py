@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.patience import PATIENCE
-from tests.saved_scripts import NAME, Asker, finish, takes_up
+from tests.saved_scripts import NAME, Asker, finish, resumes
 
 from syncline import Rule
 from syncline.core.wire.checkpoints import Finish, Noted, Save, Saved, WriteScript
@@ -74,7 +74,7 @@ def test_the_state_of_the_cut_is_written_and_comes_back(house, tmp_path):
 
     twin = house(2, slice_bytes=64)
     again, fresh, mine = twin.job, Counter(), [7]
-    takes_up(again, tmp_path / NAME, digest)
+    resumes(again, tmp_path / NAME, digest)
     again.state["counter"], again.state["seen"] = fresh, mine
     assert (fresh.count, mine, again.state["seen"]) == (3, [3], [3])  # behind step 4, before the script went on
     assert again.state["counter"] is fresh

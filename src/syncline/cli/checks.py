@@ -1,4 +1,4 @@
-"""What a check of `syncline doctor` is, and the checks of what is installed and what the machine has."""
+"""The checks of `syncline doctor`: what a check is, what is installed, and what the machine has."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from syncline.errors import SynclineError
 from syncline.net import shm
 
 GIB = 1 << 30
-#: Enough for a job of a hundred members; each has a few connections and arenas.
+#: Enough for a job of a hundred members with a few connections and arenas each.
 _FEW_FILES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check found. A warning: it works, with less; a problem: it does not. Both have a remedy."""
+    """The result of a check. Warning: it works with restrictions; problem: it does not work. Both have a remedy."""
 
     level: Literal["ok", "warning", "problem"]
     text: str
@@ -35,13 +35,13 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing to look at."""
+    """One thing to check."""
 
     name: str
     look: Callable[[], Finding]
 
     def run(self) -> Finding:
-        """The finding; whatever a check meets that it did not expect is a problem too."""
+        """Runs the check; an unexpected exception is a problem too."""
         try:
             return self.look()
         except SynclineError as error:
@@ -54,7 +54,7 @@ class Check:
 
 
 def python() -> Finding:
-    """One that is too old does not come so far."""
+    """An older Python does not get this far."""
     return Finding("ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
@@ -62,7 +62,7 @@ def torch() -> Finding:
     try:
         module: Any = importlib.import_module("torch")
         module.zeros(1).add_(1)
-    except Exception as error:  # a broken build raises anything
+    except Exception as error:  # a broken build may raise anything
         reason = str(error).partition("\n")[0]
         return Finding("problem", f"cannot be used: {type(error).__name__}: {reason}", "install torch 2.4 or newer")
     version = str(module.__version__)
@@ -141,7 +141,7 @@ def disk() -> Finding:
 
 
 def fashion_mnist() -> Finding:
-    """By the presence of the files alone: their checksums are looked at when they are read."""
+    """Checks that the files exist; checksums are verified when they are read."""
     from syncline.data import datasets
 
     found = datasets.fashion_mnist_folder()

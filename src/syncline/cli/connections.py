@@ -1,4 +1,4 @@
-"""Checks of `syncline doctor`: how processes reach each other here, tried for real, down to a small job."""
+"""Checks of `syncline doctor`: how processes connect on this machine, tested for real, including a small job."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from syncline.net import shm, tcp
 from syncline.net.certificate import Certificate, client_context, peer_digest
 from syncline.net.transport import Connection, Peer
 
-_SECONDS = 5.0  # for whatever is waited for
+_SECONDS = 5.0  # for any wait
 _OVER_TCP = "use --transport tcp"
 
 
 def shared_memory() -> Finding:
-    """The way of an arena: made, sealed, handed over an abstract Unix socket, checked, mapped."""
+    """Creates, seals, passes over an abstract Unix socket, checks and maps memory, as for an arena."""
     try:
         mine, theirs = _unix_pair()
     except OSError as error:
@@ -79,7 +79,7 @@ def _hand_over(mine: socket.socket, theirs: socket.socket) -> Finding:
 
 
 def loopback() -> Finding:
-    """A connection that proves a token, as every member's does."""
+    """An authenticated connection, like every member's."""
     token, refused = secrets.token_bytes(32), list[str]()
     arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     remedy = "bring up the loopback interface: ip link set lo up"
@@ -99,7 +99,7 @@ def loopback() -> Finding:
 
 
 def tls() -> Finding:
-    """What is spoken between hosts, between two ends here."""
+    """A TLS connection between two local ends, as between hosts."""
     remedy = "use a Python whose ssl has TLS 1.3; one host needs none"
     try:
         certificate = Certificate.create()
@@ -129,10 +129,10 @@ def tls() -> Finding:
 
 
 def address() -> Finding:
-    """Under which address other hosts would see this one. Nothing is sent: the routing table knows."""
+    """The address under which other hosts see this one, from the routing table; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # an address set aside for documentation
+            probe.connect(("192.0.2.1", 9))  # an address reserved for documentation
             return Finding("ok", f"{probe.getsockname()[0]} (--bind says another)")
     except OSError as error:
         reason = error.strerror or error
@@ -140,7 +140,7 @@ def address() -> Finding:
 
 
 def namespaces() -> Finding:
-    """Only our own tests need them, so their absence is no fault."""
+    """Needed by our own tests only, so their absence is no problem."""
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("ip") is None:
         return Finding("ok", "not possible without unshare and ip; only tests with several hosts use them")
@@ -156,7 +156,7 @@ def small_job() -> Finding:
         return Finding("problem", "not tried without torch", "install torch 2.4 or newer")
     job = start_embedded({"policy": "sync"})
     try:
-        # Not an optimizer: the first one that is made has torch import its compiler, which takes a second.
+        # Not an optimizer: creating the first one imports torch's compiler, which takes a second.
         job.kv.register({"w": np.zeros(1000, np.float32)}, Rule("Add"))
         pulled = job.kv.push_pull({"w": np.ones(1000, np.float32)}).wait(_SECONDS)
     finally:

@@ -1,4 +1,4 @@
-"""The one who kills, for `syncline chaos`: members of a job that this process has started, at a given rate."""
+"""Kills members of a job at a given rate, for `syncline chaos`; only processes that this process started."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import msgspec
 from syncline.cli.reckoning import Kill, Look
 from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
-from syncline.launch.standby import Standby
 from syncline.launch.watching import reach_coordinator
 from syncline.net.rpc import Endpoint
 from syncline.stats import JobStatus
 
 LOOK_SECONDS = 0.02
 ANSWER_SECONDS = 2.0
-#: What was seen so long ago may be otherwise by now.
+#: Older observations may be outdated.
 FRESH_SECONDS = 0.5
 WITNESS = "syncline.cli.witness"
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
@@ -32,25 +32,25 @@ SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How often who is hit, and by what."""
+    """How often which members are killed, and how."""
 
     every_seconds: float
     for_seconds: float
     roles: Sequence[str]
     signal: str  # KILL or STOP
-    stop_seconds: float  # until a stopped one goes on
+    stop_seconds: float  # until a stopped member continues
     seed: int
 
 
 class Killing:
-    """Starts the members of a job, looks at it fifty times a second, and kills some of them."""
+    """Starts the members of a job, polls it fifty times a second, and kills some of them."""
 
     def __init__(self, rate: Rate | None, folder: pathlib.Path) -> None:
-        """Without a rate nobody is killed. `folder`: where workers write down their steps."""
+        """Without a rate nothing is killed. `folder`: where workers record their steps."""
         self._rate, self._folder = rate, folder
         self._chance = random.Random(rate.seed if rate else 0)
         self._processes: dict[str, MemberProcess] = {}
-        self._stopped: set[str] = set()  # and do not go on yet
+        self._stopped: set[str] = set()  # not continued yet
         self._num_started = 0
         self._plan: MemberPlan | None = None
         self._status: JobStatus | None = None
@@ -63,15 +63,15 @@ class Killing:
 
     # -- the members --------------------------------------------------------------------------------------
 
-    def start_member(self, plan: MemberPlan, remote: str, standby: Standby) -> MemberProcess:
-        """What the launcher starts members with; workers get a witness."""
+    def start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
+        """Starts a member for the launcher; workers get a witness."""
         if plan.role == "worker":
             self._num_started += 1
             path = self._folder / f"{plan.name}.{self._num_started:06}"
             script = ["-m", plan.script] if plan.is_module else [plan.script]
             words = [str(path.absolute()), *script, *plan.arguments]
             plan = msgspec.structs.replace(plan, script=WITNESS, is_module=True, arguments=words)
-        process = start_member(plan, remote, standby)
+        process = start_member(plan, remote, fork_server)
         self._processes[plan.name] = process
         if self._plan is None:
             self._plan = plan
@@ -144,7 +144,7 @@ class Killing:
         return status is not None and any(m.role == "worker" and m.step for m in status.members)
 
     def _kill_one(self, rate: Rate) -> bool:
-        """Hits one of those that are at work, if there is one; a coordinator that is not back yet is left alone."""
+        """Kills one working member, if there is one; a coordinator that is not back yet is spared."""
         status, now = self._status, time.monotonic()
         if status is None or status.verdict or now - self._looked > FRESH_SECONDS:
             return False
@@ -152,10 +152,11 @@ class Killing:
         running = {n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None}
         alive = sorted(running - self._stopped)
         roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
-        hosting = "worker" if status.exchange == "ring" else "server"  # whose processes have the slices
-        is_one_down = any(name.startswith(hosting) for name in {*names} - {*alive})  # the job may not know it yet
+        hosting = "worker" if status.exchange == "ring" else "server"  # the processes with the slices
+        # the job may not have noticed yet
+        is_one_down = any(name.startswith(hosting) for name in {*names} - {*alive})
         if hosting in roles and (is_one_down or not _has_backups(status)):
-            roles.remove(hosting)  # the loss of all servers of a slice is outside of what is promised
+            roles.remove(hosting)  # losing all servers of a slice is beyond what is guaranteed
         if not roles:
             return False
         role = self._chance.choice(roles)
@@ -176,13 +177,13 @@ class Killing:
 
 
 def _send(process: MemberProcess, number: int) -> None:
-    """By its id, and only while it lives: nobody else can have it then."""
+    """Sends a signal by process id, only while the process lives, so that the id cannot be reused."""
     if process.poll() is None:
         os.kill(process.pid, number)
 
 
 def _has_backups(status: JobStatus | None) -> bool:
-    """With one replica there is nothing to wait for."""
+    """True with one replica, which has no backups."""
     if status is None or status.replicas < 2:
         return True
     others = sum(m.role == "server" for m in status.members) - 1 if status.exchange == "ring" else 1

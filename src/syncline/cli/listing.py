@@ -1,4 +1,4 @@
-"""`syncline status` without a job: the jobs under runs/, those that run and those that have ended."""
+"""`syncline status` without a job: lists running and ended jobs under runs/."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from syncline.launch.jobfile import JobFile
 from syncline.launch.watching import ask
 from syncline.store import journal
 
-#: For the answer of a running job.
+#: Timeout for a running job's answer.
 ANSWER_SECONDS = 1.5
-#: Ended jobs that are listed, the newest.
+#: Ended jobs listed, newest first.
 MOST_ENDED = 20
 _HEAD = ("job", "state", "since", "policy", "step", "")
 _STEP = _HEAD.index("step")
 
 
 class ListedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. Of what is not known, nothing."""
+    """One line of the list. Unknown values are empty."""
 
     name: str
     is_running: bool
-    since: float  #: when it began, if it runs; else when it ended, by the clock of the wall
+    since: float  #: when it began, if it runs; else when it ended (wall clock)
     policy: str = ""
     step: int | None = None
-    told: str = ""  #: what there is to say of it: how it ended, or why nothing is known
+    told: str = ""  #: how it ended, or why nothing is known
 
 
 def list_jobs(runs: pathlib.Path, *, as_json: bool = False) -> str:
-    """Running jobs first, each asked for its standing; then those that ended, the newest first."""
+    """Running jobs first, each with its standings; then ended ones, newest first."""
     folders = job_folders(runs)
     running_folders = [folder for folder in folders if holder_of(folder)]
     files = [_job_file(folder) for folder in running_folders]  # in one thread: see net/handshake.py
@@ -89,7 +89,7 @@ def _ended(folder: pathlib.Path) -> ListedJob:
     since = _changed_at(folder)
     try:
         state = msgspec.msgpack.decode(journal.look(folder / JOURNAL) or b"", type=JobState)
-    except msgspec.MsgspecError:  # none, or of another version
+    except msgspec.MsgspecError:  # missing, or of another version
         return ListedJob(name=folder.name, is_running=False, since=since, told="it is not known how it ended")
     outcome, stop = state.outcome, state.steering.stop
     told = "interrupted or killed" if outcome is None else ("failed: " if outcome.failed else "") + outcome.reason
@@ -104,7 +104,7 @@ def _ended(folder: pathlib.Path) -> ListedJob:
 
 
 def _changed_at(folder: pathlib.Path) -> float:
-    """When anything was written last, by the job itself."""
+    """When the job last wrote anything."""
     found = [folder / JOURNAL, *folder.glob("*.log")]
     times = [path.stat().st_mtime for path in found if path.exists()]
     return max(times, default=folder.stat().st_mtime)

@@ -78,6 +78,10 @@ def _options(
     cores: Annotated[
         str | None, typer.Option(metavar="auto", help="auto: every member of a host gets cores of its own.")
     ] = None,
+    no_preload: Annotated[
+        bool,
+        typer.Option("--no-preload", help="Start every member as a new interpreter: torch is not loaded before."),
+    ] = False,
     server_device: Annotated[
         str | None, typer.Option(help="Where servers hold slices and run rules: cpu, cuda, cuda:0, …  [default: cpu]")
     ] = None,
@@ -183,8 +187,9 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
 def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were said at all."""
     settings = {key: value for key, value in said.items() if value is not None and value is not False}
-    if settings.pop("no_check_finite", False):
-        settings["check_finite"] = False
+    for name in ("check_finite", "preload"):
+        if settings.pop(f"no_{name}", False):
+            settings[name] = False
     if "save_memory" in settings:
         settings["save_memory"] = parse_bytes("--save-memory", settings["save_memory"])
     return settings

@@ -1,4 +1,4 @@
-"""The figures of `syncline chaos`, from what the workers' witnesses wrote down, who was killed, and what was seen."""
+"""The figures of `syncline chaos`, from the workers' recorded steps, the kills, and the observed status."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 
 from syncline.cli.witness import Step
 
-#: The lives of each worker, in their order, each with its steps.
+#: The lives of each worker in order, each with its steps.
 Lives = Mapping[str, Sequence[Sequence[Step]]]
 
 
 class Kill(NamedTuple):
-    """A member was hit: when, who, which life of it, and the coordinator's term then."""
+    """A kill: time, member, its incarnation, and the coordinator's term."""
 
     at: float
     role: str
@@ -26,7 +26,7 @@ class Kill(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What `status` said first at this time: the term, who is at work, who is there, with their incarnations."""
+    """An observed change of status: the term, the members at work, all members, with incarnations."""
 
     at: float
     term: int
@@ -44,28 +44,28 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What kills of one role did."""
+    """The effect of killing one role."""
 
     kills: int
     stall: Times  #: from the kill to the next step of every other worker, the slowest of them
     out: Times  #: from the kill until the member was out of the job
     back: Times  #: from the kill until it was at work again, under a new incarnation
-    not_back: int  #: before the end
+    not_back: int  #: until the end
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
+    """The figures of one run."""
 
     seconds: float  #: from the first step to the last
     steps: int
     samples: int  #: handed out for steps that were made, in all lives
     gaps: Times  #: between two steps of a worker, within one life
     roles: dict[str, RoleFigures]
-    num_revoked: int | None  #: acknowledged updates lost with a server; None: the job did not say
+    num_revoked: int | None  #: acknowledged updates lost with a server; None: unknown
 
     @property
     def rate(self) -> float:
-        """Samples a second; of a script that takes none from a loader, steps a second."""
+        """Samples per second; without a loader, steps per second."""
         return (self.samples or self.steps) / self.seconds if self.seconds else 0.0
 
 
@@ -119,7 +119,7 @@ def _of_role(kills: Sequence[Kill], lives: Lives, looks: Sequence[Look]) -> Role
 
 
 def _stall(kill: Kill, lives: Lives) -> float | None:
-    """Of the others: the longest until one of them had made its next step; of those who stepped again at all."""
+    """The longest time until another worker made its next step; of those that stepped again."""
     longest = None
     for name, several in lives.items():
         if name == kill.name:

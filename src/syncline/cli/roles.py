@@ -56,7 +56,7 @@ def coordinator(
         raise typer.Exit(_take_up(job))
     launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
     if "least_workers" in launch:
-        launch["workers"] = launch["workers"] or launch["least_workers"]  # who comes by hand is not known yet
+        launch["workers"] = launch["workers"] or launch["least_workers"]  # workers started by hand are not known yet
     given, config = settle_here(launch)
     if config.bind.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::") or config.bind in ("0.0.0.0", "::"):
         raise ConfigError(f"--bind {config.bind}: members must know where to connect; give an address of this host")
@@ -67,11 +67,11 @@ def coordinator(
         file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
         jobfile.write(job, file)
         sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")
-        raise typer.Exit(_coordinate(job, file, sock, takes_up=False))
+        raise typer.Exit(_coordinate(job, file, sock, resumes=False))
 
 
 def _take_up(job: pathlib.Path) -> int:
-    """The job of this file goes on with a new coordinator; the journal decides whether it can."""
+    """Resumes the job of this file with a new coordinator; the journal decides whether it can."""
     file = jobfile.read(job)
     config = configuration.resolve(file.given)
     if not (file.folder / JOURNAL).exists():
@@ -83,19 +83,19 @@ def _take_up(job: pathlib.Path) -> int:
         sock = tcp.bind(file.host, file.port)
         sock.listen(128)
         with sock:
-            return _coordinate(job, file, sock, takes_up=True)
+            return _coordinate(job, file, sock, resumes=True)
 
 
-def _coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, takes_up: bool) -> int:
+def _coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:
     from syncline.launch.coordinating import run_coordinator
 
-    what = "takes the job up again and listens" if takes_up else "listens"
+    what = "takes the job up again and listens" if resumes else "listens"
     sys.stderr.write(f"syncline: coordinator: {what} on {file.host}:{file.port}; the job file is {job}\n")
     try:
-        code = run_coordinator(file, None, sock, takes_up=takes_up)
+        code = run_coordinator(file, None, sock, resumes=resumes)
     except KeyboardInterrupt:
         code = 130
-    job.unlink(missing_ok=True)  # the job has ended; after any other death it can be taken up by this file
+    job.unlink(missing_ok=True)  # the job has ended; otherwise it can be resumed with this file
     return code
 
 

@@ -1,4 +1,4 @@
-"""The terminal: members' lines, and one live line of progress."""
+"""The terminal: members' lines and a live progress line."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from syncline.core.wire.control import Standings
 
 #: Without a terminal, progress is a plain line now and then.
 PLAIN_SECONDS = 10.0
-#: A plain line waits until members have written nothing for so long: it would stand in the middle of their tables.
+#: A plain line waits until members have been quiet for this long, so as not to split their tables.
 QUIET_SECONDS = 2.0
-#: Members that write all the time, or make no step, hold a plain line back so long at most.
+#: A plain line is delayed at most this long by members that write all the time or make no step.
 MOST_PLAIN_SECONDS = 60.0
-#: Of so many workers each one's share of the samples is shown, of more the least and the largest.
+#: Up to this many workers each one's share is shown, beyond it only the least and the largest.
 MOST_SHARES = 4
-#: Metrics that have room in the line.
+#: Metrics shown in the line.
 MOST_READINGS = 3
 
 
 class TerminalScreen:
-    """Shows the chief's lines as they are, the others' with their names, and progress below."""
+    """Shows the chief's lines unchanged, the others' with their names, and progress below."""
 
     def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy, self._clock = policy, clock
-        self._began: float | None = None  # when the job was whole: a coordinator that comes back counts from itself
+        self._began: float | None = None  # when the job was formed: a restarted coordinator counts from its own start
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        # Lines go to our own standard output: Live would have them printed by its console, on standard error.
+        # Lines go to standard output: Live would print them on standard error.
         self._live = Live(
             console=self._console,
             transient=True,
@@ -49,12 +49,11 @@ class TerminalScreen:
         )
         self._is_live = self._console.is_terminal and not _is_pipe()
         self._lock = threading.Lock()
-        self._last: tuple[float, dict[str, int]] = (0.0, {})  # since when samples are counted; each worker's by then
-        self._plain_at = self._line_at = (
-            clock()
-        )  # when the last plain line, and the last one of a member, was written
-        self._rate: float | None = None  # not known
-        self._step = 0  # a coordinator that comes back does not know it at once
+        # since when samples are counted; each worker's count then
+        self._last: tuple[float, dict[str, int]] = (0.0, {})
+        self._plain_at = self._line_at = clock()  # times of the last plain line and of the last member's line
+        self._rate: float | None = None  # unknown
+        self._step = 0  # a restarted coordinator does not know it at once
 
     def __enter__(self) -> TerminalScreen:
         if self._is_live:
@@ -89,11 +88,11 @@ class TerminalScreen:
                 sys.stdout.flush()
 
     def _show_live(self, text: str) -> None:
-        """One line, as wide as the terminal: the rest of a longer one would stay between the lines of members."""
+        """One line as wide as the terminal: a wrapped rest would stay between members' lines."""
         self._live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def _is_due(self, *, has_advanced: bool) -> bool:
-        """Whether a plain line is written now. Once training is over, members write their results."""
+        """Whether to write a plain line now. After training, members write their results."""
         now = self._clock()
         is_quiet = now - self._line_at >= QUIET_SECONDS
         return now - self._plain_at >= (PLAIN_SECONDS if is_quiet and has_advanced else MOST_PLAIN_SECONDS)
@@ -104,7 +103,7 @@ class TerminalScreen:
         now = self._clock()
         if self._began is None:
             self._began = now - standings.seconds
-        # Who has left reads no more; what it has read is in no share.
+        # Workers that have left are in no share.
         samples = {n: report.samples for n, report in standings.reports.items() if n in standings.incarnations}
         self._measure(now, samples)
         self._step = max(self._step, standings.step)
@@ -129,8 +128,7 @@ class TerminalScreen:
         return " · ".join(parts)
 
     def _measure(self, now: float, samples: dict[str, int]) -> None:
-        """Samples per second, over a second; afresh when others report, or one again: a coordinator or worker
-        died."""
+        """Samples per second, over a second; starts over when other workers report, or one restarts."""
         since, before = self._last
         if samples.keys() != before.keys() or any(samples[name] < before[name] for name in samples):
             self._rate, self._last = None, (now, samples)
@@ -144,7 +142,7 @@ class TerminalScreen:
                 self._show_live("")
         try:
             self._write(f"syncline: {text}")
-        except (OSError, ValueError):  # standard output is closed, or lacks a letter
+        except (OSError, ValueError):  # standard output is closed, or cannot encode a character
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._console.print(Text(f"syncline: {text}"))
 
@@ -162,12 +160,12 @@ def _num_workers(standings: Standings) -> int:
 
 
 def _is_ending(standings: Standings) -> bool:
-    """Whether the table comes next. A line about a job that its workers have left would be half true."""
+    """Whether the final table comes next. A progress line after workers have left would be misleading."""
     return bool(standings.verdict) or (standings.formed and bool(standings.left) and not _num_workers(standings))
 
 
 def _shares_told(parts: dict[str, float]) -> list[str]:
-    """Each worker's part of the samples, where there are several."""
+    """Each worker's share of the samples, if there are several."""
     if len(parts) < 2:
         return []
     if len(parts) > MOST_SHARES:

@@ -1,4 +1,4 @@
-"""How a job stands, as text of at most 100 columns."""
+"""The status of a job as text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _HEAD = (
     "samples/s",
     "share",
 )
-_LEFT = (0, 2, 4)  # columns of words; the others are numbers
+_LEFT = (0, 2, 4)  # text columns; the others are numbers
 
 
 def show_status(status: JobStatus) -> str:
-    """Members, waits and what happened lately."""
+    """Members, waits and recent events."""
     is_ring = status.exchange == "ring"
     copies = "ring" if is_ring else f"{counted(status.replicas, 'replica')}, ack {status.ack}"
     head = (
@@ -104,7 +104,7 @@ def _wait(wait: Wait) -> str:
 
 
 def epoch_told(epoch: EpochProgress) -> str:
-    """epoch 2 (45 %); of shards, whose length nobody knows, epoch 2 (4,500 samples); 45 % of 1,000 steps."""
+    """epoch 2 (45 %); of shards of unknown length, epoch 2 (4,500 samples); 45 % of 1,000 steps."""
     if epoch.is_steps:
         return f"{_percent(epoch)} % of {epoch.num_samples:,} steps"
     if not epoch.num_samples:
@@ -120,7 +120,7 @@ def _whole_epoch(epoch: EpochProgress) -> str:
     name, unit = ("job.steps", "steps") if epoch.is_steps else (epoch.loader, "samples")
     parts = [f"{name}: {epoch_told(epoch)}: {epoch.num_done:,} {unit} done"]
     parts += [f"{epoch.num_passed_over:,} passed over"] if epoch.num_passed_over else []
-    parts += [f"{epoch.num_aside:,} set aside"] if epoch.num_aside else []
+    parts += [f"{epoch.num_quarantined:,} quarantined"] if epoch.num_quarantined else []
     leased = [f"{name} {number:,}" for name, number in sorted(epoch.leased.items())]
     parts += [f"leased: {', '.join(leased)}"] if leased else []
     return ", ".join(parts)

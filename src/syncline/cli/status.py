@@ -25,12 +25,12 @@ RunsOption = Annotated[str | None, typer.Option(metavar="DIR", help="Folder with
 
 
 def find(job: str, runs: str | None) -> JobFile:
-    """The job that is meant; one that is not there is a ConfigError that says so."""
+    """The job file of a job; a ConfigError if it does not exist."""
     return find_job(job, runs_folder(runs))
 
 
 def runs_folder(runs: str | None) -> pathlib.Path:
-    """The folder that has one folder per job: as typed, or as syncline.toml says."""
+    """The folder with one folder per job: as given, or as in syncline.toml."""
     return pathlib.Path(runs or configuration.resolve(configuration.read_toml_here()).runs)
 
 

@@ -1,7 +1,7 @@
-"""Runs a worker's script and writes down when its steps are acknowledged: what `syncline chaos` reckons with.
+"""Runs a worker's script and records when its steps are acknowledged, for `syncline chaos`.
 
-Arguments: the file to write to, then the script with its own; a module is given as `-m NAME`. A step is one record;
-the times are those of the system's monotonic clock, which all processes of a host share.
+Arguments: the output file, then the script with its arguments; a module is given as `-m NAME`. A step is one record;
+times are of the system's monotonic clock, shared by all processes of a host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RECORD = struct.Struct("<dqq")
 
 
 class Step(NamedTuple):
-    """A worker has come so far: when, how many steps acknowledged in this life, how many samples taken by then."""
+    """A worker's progress: time, acknowledged steps in this life, samples so far."""
 
     at: float
     number: int
@@ -31,13 +31,13 @@ class Step(NamedTuple):
 
 
 def read_steps(path: pathlib.Path) -> list[Step]:
-    """What was written; a record that its writer's death has cut short is left out."""
+    """The recorded steps, without a record truncated by its writer's death."""
     data = path.read_bytes()
     return [Step(*record) for record in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size])]
 
 
 class Witness:
-    """Looks at the job all the while, from a thread beside the script."""
+    """Observes the job from a thread beside the script."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

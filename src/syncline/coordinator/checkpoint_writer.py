@@ -238,7 +238,7 @@ class CheckpointWriter:
     def _needed(self, made: Checkpoint) -> set[str]:
         """The checkpoint that the job was resumed from stays while it has parameters that no later one has."""
         with self._job.lock:
-            known, lacking = self._job.membership.state.saves.taken_up, self._resume.unregistered()
+            known, lacking = self._job.membership.state.saves.resumed_from, self._resume.unregistered()
         if known is None or not lacking:
             return set()
         if not self._has_warned:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from syncline.coordinator.job import JobContext
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.members import Announcer, JoinService, MemberService, PendingJoins
 from syncline.coordinator.metrics import StopRules
-from syncline.coordinator.rendezvous import BarrierService
-from syncline.coordinator.scaling import PaceService, WorkerSizing
+from syncline.coordinator.scaling import PaceService
 from syncline.coordinator.status import StatusService, profile_lines
 from syncline.coordinator.validation import BestCheckpoint
 from syncline.core.membership import Outcome
@@ -106,6 +106,13 @@ class JobEnding:
         self._job.end(outcome)
 
 
+class Periodic(Protocol):
+    """A part that has something to do from time to time while the job runs."""
+
+    def tick(self, now: float) -> None:
+        """Under the lock."""
+
+
 class JobWatch:
     """A thread that checks periodically which members are silent, stuck or unreachable, and evicts them."""
 
@@ -117,14 +124,10 @@ class JobWatch:
         status: StatusService,
         pace: PaceService,
         announcers: Sequence[Announcer],
-        stop_rules: StopRules,
-        barriers: BarrierService,
-        leases: LeaseService,
-        sizing: WorkerSizing,
+        periodic: Sequence[Periodic],
     ) -> None:
         self._job, self._members, self._joins, self._status = job, members, joins, status
-        self._pace, self._announcers, self._stop_rules = pace, announcers, stop_rules
-        self._barriers, self._leases, self._sizing = barriers, leases, sizing
+        self._pace, self._announcers, self._periodic = pace, announcers, periodic
         self._closed = threading.Event()
         self._enough_since: float | None = None
         self._empty_since: float | None = None
@@ -166,13 +169,11 @@ class JobWatch:
                 self._evict_stuck(now)
                 for announcer in self._announcers:
                     announcer.announce()
-                self._stop_rules.tick(now)
                 self._evict_unreachable()
                 self._fail_if_all_quarantined()
-                self._barriers.release()  # a full disk may have delayed it
                 self._fail_if_empty(now)
-                self._leases.tick(now)
-                self._sizing.tick(now)
+                for part in self._periodic:
+                    part.tick(now)
         self._job.conclude()
 
     def _check_start(self, now: float) -> None:

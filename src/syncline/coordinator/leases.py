@@ -22,11 +22,11 @@ from syncline.core.wire.leases import (
     Confirm,
     EndShard,
     GaveBack,
+    GivenLeaseAcks,
     LeaveEpoch,
     Opened,
     OpenEpoch,
     Recall,
-    Uses,
 )
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, ConnectionLost, StoreError, SynclineError
@@ -148,9 +148,9 @@ class LeaseService:
         """In the thread of the answer."""
         with contextlib.suppress(SynclineError):
             answer = call.wait(0)
-            if isinstance(answer, Uses) and (answer.uses or answer.late):
+            if isinstance(answer, GivenLeaseAcks) and (answer.acks or answer.late):
                 with self._job.lock:
-                    self._queue.use(answer.uses, answer.late)
+                    self._queue.use(answer.acks, answer.late)
                 self.answer_requests()
         if then is not None:
             then()
@@ -194,8 +194,8 @@ class LeaseService:
             self._job.membership.state.replica_sets.get(0),
             self._job.membership.state.members.get(name),
         )
-        if (heartbeat.uses or heartbeat.late) and replica_set is not None and replica_set.primary == name:
-            self._queue.use(heartbeat.uses, heartbeat.late)
+        if (heartbeat.acks or heartbeat.late) and replica_set is not None and replica_set.primary == name:
+            self._queue.use(heartbeat.acks, heartbeat.late)
         if heartbeat.is_quarantined and member is not None and self._queue.is_open:
             owner = (name, member.incarnation)
             for loader, epoch in self.leasing.quarantine(owner):
@@ -253,11 +253,11 @@ class LeaseService:
         known = self.leasing.state.loaders.get(name)
         is_steps = known is not None and known.is_steps
         which, unit = ("job.steps", "steps") if is_steps else (f"epoch {number + 1} of {name!r}", "samples")
-        for suspect_batch in epoch.aside:
+        for suspect_batch in epoch.quarantined:
             where = f"positions {suspect_batch.span.start} to {suspect_batch.span.stop - 1}"
             workers = ", ".join(suspect_batch.workers)
             told = "" if is_steps else "; syncline.data.samples_at says which they are"
-            self._job.event(f"{which}: the {unit} at {where} were set aside: {workers} died at them{told}")
+            self._job.event(f"{which}: the {unit} at {where} were quarantined: {workers} died at them{told}")
         if epoch.num_passed_over:
             number_told = counted(epoch.num_passed_over, "step") if is_steps else f"{epoch.num_passed_over} samples"
             what = "pushed nothing" if is_steps else "were read and used in no step"
@@ -320,7 +320,7 @@ class LeaseService:
         What dead workers had used and not told is read again.
         """
         if self._job.membership.state.leases.epochs:
-            spans = self._queue.uses_are_lost()
+            spans = self._queue.acks_are_lost()
             if not spans:
                 return  # nothing was being read
             self._job.event(
@@ -354,8 +354,8 @@ class LeaseService:
             answer = call.wait(0)
         with self._job.lock:
             self._asked_workers.discard(owner)
-            if isinstance(answer, Uses):
-                self._queue.heard(owner, answer.uses, answer.late, is_all=not answer.open)
+            if isinstance(answer, GivenLeaseAcks):
+                self._queue.heard(owner, answer.acks, answer.late, is_all=not answer.open)
         self.answer_requests()
 
     def departed_owners(self) -> dict[Identity, bool]:
@@ -375,8 +375,8 @@ class LeaseService:
         waiting: set[Identity] = set()
         with self._job.lock:
             for answer in answers:
-                if isinstance(answer, Uses):
-                    self._queue.use(answer.uses, answer.late)
+                if isinstance(answer, GivenLeaseAcks):
+                    self._queue.use(answer.acks, answer.late)
                     waiting.update(answer.open)
             self._queue.out(gone, waiting)
             self._job.keep()

@@ -62,7 +62,6 @@ class MemberService:
     def __init__(
         self,
         job: JobContext,
-        pending: PendingJoins,
         registration: RegistrationService,
         roster: RosterService,
         barriers: BarrierService,
@@ -70,9 +69,10 @@ class MemberService:
         pace: PaceService,
         listeners: Sequence[DepartureListener],
     ) -> None:
-        self._job, self._pending, self._registration, self._roster = job, pending, registration, roster
+        self._job, self._registration, self._roster = job, registration, roster
         self._barriers, self._reconfigurer, self._pace = barriers, reconfigurer, pace
         self._listeners = listeners
+        self.pending = PendingJoins()
 
     # -- who speaks ---------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class MemberService:
             if name is None or self._job.membership.outcome is not None:
                 return
             del self._job.endpoints[name]
-            self._pending.forget(name)
+            self.pending.forget(name)
             self._roster.forget(name)
             if name not in self._job.membership.state.members:
                 return
@@ -159,7 +159,7 @@ class MemberService:
             self._job.evicted[name], beside = reason, membership.beside(name)
             self._registration.slices_are_lost(membership.evict(name, reason))
             self._job.liveness.forget(name)
-            self._pending.forget(name)
+            self.pending.forget(name)
             self._roster.forget(name)
             self._job.heartbeats.pop(name, None)
             self._job.advanced.pop(name, None)
@@ -193,7 +193,6 @@ class JoinService:
     def __init__(
         self,
         job: JobContext,
-        pending: PendingJoins,
         members: MemberService,
         resume: ResumeService,
         registration: RegistrationService,
@@ -202,7 +201,7 @@ class JoinService:
         stop_rules: StopRules,
         announcers: Sequence[Announcer],
     ) -> None:
-        self._job, self._pending, self._members, self._resume = job, pending, members, resume
+        self._job, self._members, self._pending, self._resume = job, members, members.pending, resume
         self._registration, self._roster, self._reconfigurer = registration, roster, reconfigurer
         self._stop_rules, self._announcers = stop_rules, announcers
 
@@ -270,7 +269,7 @@ class JoinService:
 
     def _joined(self, incarnation: int, generation: int, is_late: bool = False) -> Joined:
         """Under the lock."""
-        state, resumed = self._job.membership.state, self._job.membership.state.saves.taken_up
+        state, resumed = self._job.membership.state, self._job.membership.state.saves.resumed_from
         return Joined(
             incarnation,
             generation,

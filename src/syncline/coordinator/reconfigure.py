@@ -242,10 +242,10 @@ class Reconfigurer:
             if change is None:
                 return _LATER_SECONDS
             self._job.keep()
-            faults.reach("change.kept")
+            faults.reach("reconfigure.kept")
         self._lost_slices.restore()
         self._prepare(change)
-        faults.reach("change.prepared")
+        faults.reach("reconfigure.prepared")
         if plan is not None and change.num_orphans:
             with self._job.lock:
                 self._planner.take_back()
@@ -258,7 +258,7 @@ class Reconfigurer:
             self._roster.announce()
             return _LATER_SECONDS
         self._install(change)
-        faults.reach("change.installed")
+        faults.reach("reconfigure.installed")
         self._finish(change)
         return 0.0
 

@@ -154,7 +154,10 @@ class RegistrationService:
     def _load_values(self, request: Request, segment: Segment) -> None:
         """Each server reads its slices from the checkpoint that the job resumes from."""
         with self._job.lock:
-            known, replica_sets = self._job.membership.state.saves.taken_up, self._job.membership.state.replica_sets
+            known, replica_sets = (
+                self._job.membership.state.saves.resumed_from,
+                self._job.membership.state.replica_sets,
+            )
             mine: dict[str, list[int]] = {}
             for part in segment.slices:
                 mine.setdefault(replica_sets[part.id].primary, []).append(part.id)

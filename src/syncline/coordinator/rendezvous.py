@@ -119,6 +119,10 @@ class BarrierService:
             arrived.append((request, time.monotonic()))
         self.release()
 
+    def tick(self, now: float) -> None:
+        """Runs periodically: a full disk may have delayed a release."""
+        self.release()
+
     def release(self) -> None:
         """Starts a validation and opens barriers, if all workers have arrived there. It is kept before they go on."""
         state = self._job.membership.state

@@ -16,7 +16,7 @@ from syncline.coordinator.leases import LeaseService
 from syncline.core.checkpoint.manifest import Manifest, SavedSlice
 from syncline.core.checkpoint.restoring import is_no_older
 from syncline.core.checkpoint.schedule import Checkpoint
-from syncline.core.checkpoint.snapshot import taken_up
+from syncline.core.checkpoint.snapshot import ledger_to_resume
 from syncline.core.codecs.named import NONE
 from syncline.core.layout import Segment
 from syncline.core.leasing.leases import LeaseState
@@ -77,7 +77,7 @@ class ResumeService:
             found = checkpoints.choose(open_folder(config.resume or config.checkpoint), self._job.event)
             if found is None and config.resume:
                 failure = f"--resume {config.resume}: there is no checkpoint to resume from"
-            leases = taken_up(found.manifest.leases) if found is not None else leases
+            leases = ledger_to_resume(found.manifest.leases) if found is not None else leases
         except SynclineError as error:
             failure = str(error)
         except Exception as error:  # our own bug: the job must fail visibly, not hang
@@ -107,7 +107,7 @@ class ResumeService:
         if found is None:
             return
         manifest = self._manifest = found.manifest
-        state.saves.taken_up = checkpoint_of(found.folder, manifest, found.digest)
+        state.saves.resumed_from = checkpoint_of(found.folder, manifest, found.digest)
         state.saves.lineage, state.saves.seconds = manifest.lineage, manifest.seconds
         state.leases = self._leases
         state.validations.floor = manifest.step
@@ -123,7 +123,7 @@ class ResumeService:
 
         None without such a checkpoint, and after it was removed because nothing in it is needed any more.
         """
-        known = self._job.membership.state.saves.taken_up
+        known = self._job.membership.state.saves.resumed_from
         if known is not None and self._manifest is None and not self._is_gone:
             try:
                 self._manifest, _ = checkpoints.read_manifest(open_folder(known.folder), known.digest)
@@ -183,7 +183,7 @@ class ResumeService:
 
     def unregistered(self) -> list[str]:
         """Under the lock: parameters of the checkpoint that are not registered yet. No later save has them."""
-        known = self._job.membership.state.saves.taken_up
+        known = self._job.membership.state.saves.resumed_from
         if known is None or (manifest := self.manifest()) is None:
             return []
         where = self._job.registry.layout.where
@@ -211,7 +211,7 @@ class ResumeService:
             member = state.members.get(request.peer.name)
             is_late = member is not None and member.since > 1
             noted_by = self._whose_note(request.peer.name, message.others_first) if is_late else ""
-            known = state.saves.newest if is_late else state.saves.taken_up
+            known = state.saves.newest if is_late else state.saves.resumed_from
             note = self._notes.get(noted_by)
         folder, digest = (known.folder, known.digest) if known is not None else ("", "")
         request.reply(GivenResume(folder, digest, note, noted_by))

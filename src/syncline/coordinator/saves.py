@@ -26,12 +26,12 @@ from syncline.coordinator.checkpoint_writer import CheckpointWriter, SnapshotPoi
 from syncline.coordinator.job import JobContext, ServerCalls
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.registration import RegistrationService
-from syncline.core.checkpoint.schedule import Checkpoint, Every, every
-from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, CUT_SECONDS, MOST_TRIES, Cut, ledger_at
+from syncline.core.checkpoint.schedule import Checkpoint
+from syncline.core.checkpoint.snapshot import AGAIN_SECONDS, MOST_TRIES, SNAPSHOT_SECONDS, SnapshotAttempt, ledger_at
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity
-from syncline.core.units import size
+from syncline.core.units import Interval, interval, size
 from syncline.core.wire.checkpoints import (
     EndSave,
     Expect,
@@ -144,7 +144,7 @@ class SaveInProgress:
         return not waiting or (is_late and self.chief not in waiting) or passed >= patience
 
 
-def take_snapshot(job: JobContext, calls: ServerCalls, cut: Cut) -> SnapshotPoint | None:
+def take_snapshot(job: JobContext, calls: ServerCalls, cut: SnapshotAttempt) -> SnapshotPoint | None:
     """Closes the snapshot barriers, in turns, until all servers have the same commits; then marks this point.
 
     None: a reconfiguration became urgent.
@@ -156,10 +156,12 @@ def take_snapshot(job: JobContext, calls: ServerCalls, cut: Cut) -> SnapshotPoin
             return None
         closed = {name: answer for name, answer in answers.items() if isinstance(answer, SnapshotBarrierClosed)}
         if closed.keys() != set(cut.servers):
-            raise WaitTimeout(f"not all commits that had begun came to their end within {CUT_SECONDS:g} s")
+            raise WaitTimeout(f"not all commits that had begun came to their end within {SNAPSHOT_SECONDS:g} s")
         verdict = cut.decide(closed, time.monotonic())
     if verdict == "late":
-        raise WaitTimeout(f"steps of {', '.join(cut.behind())} came to some servers only within {CUT_SECONDS:g} s")
+        raise WaitTimeout(
+            f"steps of {', '.join(cut.behind())} came to some servers only within {SNAPSHOT_SECONDS:g} s"
+        )
     with job.lock:
         state = job.membership.state
         point = SnapshotPoint(
@@ -168,12 +170,12 @@ def take_snapshot(job: JobContext, calls: ServerCalls, cut: Cut) -> SnapshotPoin
             clocks=dict(cut.clocks),
             workers={name: state.members[name].incarnation for name in job.membership.workers()},
             segments=tuple(job.registry.layout.segments),
-            leases=ledger_at(state.leases, cut.uses, cut.late),
+            leases=ledger_at(state.leases, cut.acks, cut.late),
             num_updates=cut.num_updates,
             versions=cut.versions,
             seconds=state.saves.seconds + job.seconds(),
         )
-    faults.reach("gate.closed")
+    faults.reach("snapshot_barrier.closed")
     if not calls.ask(dict.fromkeys(cut.servers, Mark(cut.number)), gives_way=False, until=cut.until + 1.0):
         raise WaitTimeout("the servers did not mark their slices in time")
     point.barrier_seconds = time.monotonic() - began
@@ -197,7 +199,7 @@ class SaveService:
         self._finishing: dict[str, tuple[Request, float]] = {}  # workers whose scripts have ended, and since when
         self._next: SaveRequest | None = None
         self._current: SaveInProgress | None = None
-        self._every: Every | None = None
+        self._every: Interval | None = None
         self._due_at, self._due_step = 0.0, 0
         self._has_ended = False  # the last save of the job was made, or given up
         saves = job.membership.state.saves
@@ -303,7 +305,7 @@ class SaveService:
         if self._next is not None:
             return now >= self._next.not_before
         if self._every is None:
-            self._every = every("--save-every", self._job.config.save_every or DEFAULT_EVERY)
+            self._every = interval("--save-every", self._job.config.save_every or DEFAULT_EVERY)
             newest = self._job.membership.state.saves.newest
             self._count_from(now, newest.step if newest else 0)
         if self._every.steps:
@@ -427,7 +429,7 @@ class SaveService:
             save.has_snapshot_begun = True
             save.snapshot_at = time.monotonic()
             self._registration.hold()
-        cut = Cut(save.number, primaries, save.snapshot_at + CUT_SECONDS, self._boundaries(save))
+        cut = SnapshotAttempt(save.number, primaries, save.snapshot_at + SNAPSHOT_SECONDS, self._boundaries(save))
         try:
             point = take_snapshot(self._job, self._calls, cut)
         except SynclineError as error:

@@ -11,7 +11,7 @@ from syncline.coordinator.checkpoint_writer import CheckpointWriter
 from syncline.coordinator.ending import JobEnding, JobWatch
 from syncline.coordinator.job import JobContext, JobJournal, ServerCalls
 from syncline.coordinator.leases import LeaseService
-from syncline.coordinator.members import Announcer, JoinService, MemberService, PendingJoins
+from syncline.coordinator.members import Announcer, JoinService, MemberService
 from syncline.coordinator.metrics import MetricService, StopRules
 from syncline.coordinator.reconfigure import Reconfigurer
 from syncline.coordinator.registration import RegistrationService
@@ -102,10 +102,8 @@ class Coordinator:
         )
         self.pace = PaceService(context)
         self.scaling = ScaleService(context)
-        pending = PendingJoins()
         self.members = MemberService(
             context,
-            pending,
             self.registration,
             self.roster,
             self.barriers,
@@ -116,7 +114,6 @@ class Coordinator:
         announcers: tuple[Announcer, ...] = (self.pace, self.stop_rules, self.validation)
         self.joins = JoinService(
             context,
-            pending,
             self.members,
             self.resume,
             self.registration,
@@ -134,7 +131,9 @@ class Coordinator:
             self.pace,
             (self.barriers, self.validation, self.leases, self.saves),
         )
-        self.ending = JobEnding(context, pending, self.leases, self.stop_rules, self.best_checkpoint, self.status)
+        self.ending = JobEnding(
+            context, self.members.pending, self.leases, self.stop_rules, self.best_checkpoint, self.status
+        )
         self.watch = JobWatch(
             context,
             self.members,
@@ -142,10 +141,7 @@ class Coordinator:
             self.status,
             self.pace,
             announcers,
-            self.stop_rules,
-            self.barriers,
-            self.leases,
-            WorkerSizing(context, self.leases, self.scaling),
+            (self.stop_rules, self.barriers, self.leases, WorkerSizing(context, self.leases, self.scaling)),
         )
         self._handlers = self._all_handlers()
         self.joins.start_or_continue()
@@ -190,7 +186,7 @@ class Coordinator:
 
     # -- what the endpoint calls --------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:

@@ -162,7 +162,7 @@ class StatusService:
         saves = self._job.membership.state.saves
         return SaveCounts(
             folder=self._job.config.checkpoint,
-            taken_up=saves.taken_up.name if saves.taken_up is not None else "",
+            resumed_from=saves.resumed_from.name if saves.resumed_from is not None else "",
             last=saves.last.name if saves.last is not None else "",
             step=saves.last.step if saves.last is not None else 0,
             num_saved=saves.num_saved,

@@ -21,14 +21,14 @@ ITEM_BYTES = {
 }  # fmt: skip
 MAX_DIMENSIONS = 64
 MAX_BYTES = 1 << 44
-#: Data of at most so many bytes go with the description.
+#: Data up to this size is sent with the description.
 INLINE_BYTES = 16 << 10
 _REMEDY = "; all ranks of a group make the same calls in the same order"
 _RESTART = (
     "; their scripts are not at the same place, so this call fails at all of them. Catch the error in every worker "
     "and call syncline.collectives.restart() (docs/guides/collectives.md, 'When a worker starts again')"
 )
-#: Parts of a reduction begin where a cache line does.
+#: Parts of a reduction begin at cache lines.
 _LINE = 64
 
 
@@ -37,7 +37,7 @@ def num_bytes(dtype: str, shape: Shape) -> int:
 
 
 def check_op(op: str, dtype: str) -> None:
-    """A CollectiveError says what cannot be reduced so."""
+    """Raises CollectiveError if the dtype does not support the operation."""
     if op not in OPS:
         raise CollectiveError(f"op={op!r}: there are {', '.join(OPS)}")
     if dtype == "bool" and op not in ("min", "max"):
@@ -49,7 +49,7 @@ def check_op(op: str, dtype: str) -> None:
 
 
 def check_heard(said: Describe, sender: int, me: int) -> None:
-    """A FrameError: nobody who keeps to the protocol says this."""
+    """Raises FrameError for a message that violates the protocol."""
     shapes = (said.shape, *said.parts)
     if said.verb not in VERBS or (said.dtype and said.dtype not in ITEM_BYTES):
         raise FrameError(f"a collective {said.verb[:20]!r} of {said.dtype[:20]!r}")
@@ -66,7 +66,7 @@ def check_heard(said: Describe, sender: int, me: int) -> None:
 
 
 def even_parts(shape: Shape, count: int) -> tuple[Shape, ...]:
-    """The shapes of `count` pieces along the first dimension, as even as possible: the first ones have one more."""
+    """The shapes of `count` pieces along the first dimension; the first ones may be larger by one."""
     if not shape:
         raise CollectiveError("a single number cannot be split; give an array with a first dimension")
     least, more = divmod(shape[0], count)
@@ -74,7 +74,7 @@ def even_parts(shape: Shape, count: int) -> tuple[Shape, ...]:
 
 
 def parts_of(shape: Shape, splits: Sequence[int] | None, count: int) -> tuple[Shape, ...]:
-    """The same by given sizes along the first dimension."""
+    """The shapes by given sizes along the first dimension."""
     if splits is None:
         return even_parts(shape, count)
     if len(splits) != count or not shape or sum(splits) != shape[0] or min(splits) < 0:
@@ -84,7 +84,7 @@ def parts_of(shape: Shape, splits: Sequence[int] | None, count: int) -> tuple[Sh
 
 
 def given(said: Describe, place: int) -> int:
-    """Bytes that the member at this place of the group gives."""
+    """Bytes that this member contributes."""
     if not said.dtype or (said.verb in _FROM_ROOT and said.group[place] != said.root):
         return 0
     if said.parts:
@@ -93,7 +93,7 @@ def given(said: Describe, place: int) -> int:
 
 
 def wanted(said: Describe, source: int, reader: int) -> tuple[int, int]:
-    """Where in what the source gives is what goes to the reader: offset and number of bytes."""
+    """Offset and size of the source's data for the reader."""
     count = given(said, source)
     if not count or (said.verb in ("reduce", "gather") and said.group[reader] != said.root):
         return 0, 0
@@ -104,7 +104,7 @@ def wanted(said: Describe, source: int, reader: int) -> tuple[int, int]:
 
 
 def is_inline(said: Describe, source: int) -> bool:
-    """Whether what the source gives comes with its description."""
+    """Whether the source's data comes with its description."""
     return given(said, source) <= INLINE_BYTES
 
 
@@ -112,7 +112,7 @@ def is_inline(said: Describe, source: int) -> bool:
 
 
 def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
-    """Who has called what else than the others, in words that are the same at all ranks; empty: nobody."""
+    """Which members called something else, in words that are the same on all ranks; empty if all agree."""
     first, verb = said[0], said[0].verb
     reason = apart(names, said)
     if reason:
@@ -142,10 +142,10 @@ def disagreement(names: Sequence[str], said: Sequence[Describe]) -> str:
 
 
 def apart(names: Sequence[str], said: Sequence[Describe]) -> str:
-    """Why these scripts are not at the same place, in words that are the same at all ranks; empty: they are.
+    """Why these scripts are not at the same place, in words that are the same on all ranks; empty if they are.
 
-    They are if all have restarted equally often, none began after another had made calls, and of every two both have
-    seen the same number of their common calls fail. `restart` is the call that brings them back together.
+    They are if all have restarted equally often, none started after another had made calls, and every two have seen
+    the same number of their common calls fail. `restart` brings them back together.
     """
     if not any(one.failures for one in said) and all(one.attempt == said[0].attempt for one in said):
         return ""
@@ -174,7 +174,7 @@ def apart(names: Sequence[str], said: Sequence[Describe]) -> str:
 
 
 def apart_in_pair(newer: str, older: str) -> str:
-    """The same of `send` and `recv`: one began its script, or restarted, after the other had made calls."""
+    """Like `apart`, for `send` and `recv`: one script started, or restarted, after the other had made calls."""
     return f"{newer} began its script, or restarted, after {older} had made collective calls{_RESTART}"
 
 
@@ -187,7 +187,7 @@ def _failures(said: Describe, place: int) -> int:
 
 
 def _is_like(one: Describe, other: Describe) -> bool:
-    """Whether these two fit, at first sight."""
+    """Whether these two calls match, superficially."""
     return (
         one.verb == other.verb
         and one.dtype == other.dtype
@@ -208,7 +208,7 @@ def result_of(said: Sequence[Describe], place: int) -> tuple[str, Shape]:
 
 
 def _against_root(names: Sequence[str], said: Sequence[Describe]) -> str:
-    """Whoever gives a place for it must have one that fits."""
+    """Checks that each output buffer fits the result."""
     place = said[0].group.index(said[0].root)
     root = said[place]
     for reader, one in enumerate(said):
@@ -227,7 +227,7 @@ def _shape(shape: Shape) -> str:
 
 
 def described(one: Describe, names: dict[int, str] | None = None, shown: Collection[str] = ()) -> str:
-    """A call in words; `shown`: which of `op`, `root` and `parts` are said as well."""
+    """Describes a call; `shown`: which of `op`, `root` and `parts` to include."""
     words = [one.verb]
     if one.dtype:
         words.append(f"of {one.dtype}{_shape(one.shape)}")
@@ -246,7 +246,7 @@ def _words(names: Sequence[str], said: Sequence[Describe]) -> str:
     callers: dict[str, list[str]] = {}
     for name, one in zip(names, said, strict=True):
         callers.setdefault(described(one, known, shown), []).append(name)
-    # The call that most have made comes last; of several the one of the lowest rank.
+    # The most common call comes last; of several, that of the lowest rank.
     ordered = sorted(callers.items(), key=lambda item: (len(item[1]), -names.index(item[1][0])))
     is_one_verb = len({one.verb for one in said}) == 1
     parts = []
@@ -257,7 +257,7 @@ def _words(names: Sequence[str], said: Sequence[Describe]) -> str:
 
 
 def other_groups(one: tuple[str, Describe], two: tuple[str, Describe], names: dict[int, str]) -> str:
-    """Two have called collectives of different groups; the same words at both."""
+    """Two members called collectives of different groups; the same words at both."""
     parts = []
     for name, said in sorted((one, two), key=lambda call: call[0]):
         group = listed([names.get(number, "another") for number in said.group])
@@ -266,7 +266,7 @@ def other_groups(one: tuple[str, Describe], two: tuple[str, Describe], names: di
 
 
 def crossing_words(name: str, what: str, other: str, said: Describe) -> str:
-    """One has called something from one to one, while the other waits for it in a collective."""
+    """One member called a point-to-point operation while the other waits for it in a collective."""
     return f"{name} called {what}, {other} called {described(said)}{_REMEDY}"
 
 
@@ -274,7 +274,7 @@ def crossing_words(name: str, what: str, other: str, said: Describe) -> str:
 
 
 def hosts_of(said: Sequence[Describe]) -> list[list[int]] | None:
-    """The places of the members, host by host; None: memory is shared by some of a host only."""
+    """The members' indices by host; None if only some members of a host share memory."""
     hosts: dict[int, list[int]] = {}
     for place, one in enumerate(said):
         hosts.setdefault(one.host, []).append(place)
@@ -284,7 +284,7 @@ def hosts_of(said: Sequence[Describe]) -> list[list[int]] | None:
 
 
 def share(number: int, count: int, num_bytes: int) -> tuple[int, int]:
-    """The part of so many bytes that is number's of count: start and end, along cache lines."""
+    """Part `number` of `count` of this many bytes, aligned to cache lines: start and end."""
     lines = -(-num_bytes // _LINE)
     start, end = (min(num_bytes, _LINE * (lines * k // count)) for k in (number, number + 1))
     return start, end

@@ -1,4 +1,4 @@
-"""Conditions: what a `--stop` says, read into a tree; and the smaller expressions beside it. Errors name a place."""
+"""Conditions: parses `--stop` into a tree, and related expressions. Errors name the position."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 from syncline.errors import ConfigError
 
 EXAMPLES = 'accuracy>=0.9, loss.plateau(5), loss.plateau(5, 0.001), "loss<0.1 or accuracy>=0.9"'
-#: What a metric may be called; `job.report` holds to it too.
+#: Valid metric names; `job.report` uses it too.
 METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_/-]*")
 MOST_LETTERS, MOST_DEPTH, MOST_READINGS = 1000, 20, 1_000_000
-#: In which direction a metric is better, by any word in its name (val_loss, top5/accuracy).
+#: Words in a metric's name that tell in which direction it is better (val_loss, top5/accuracy).
 LESS = frozenset({
     "loss", "error", "err", "perplexity", "ppl", "mse", "mae", "rmse", "mape", "nll", "ce", "bpb", "bpc",
     "wer", "cer", "ter", "fid", "kl", "divergence", "regret",
@@ -31,7 +31,7 @@ _TOKEN = re.compile(
     r"|(?P<sign>>=|<=|==|!=|>|<|=|\(|\)|,|\.|\S))"
 )
 _COMPARISONS = (">=", "<=", ">", "<")
-#: A mean of many numbers is computed in float64: so many of its last steps are rounding.
+#: Tolerance for means of many numbers in float64.
 _MEAN_ULPS = 16
 
 
@@ -43,11 +43,11 @@ class Compare(msgspec.Struct, frozen=True, tag=True):
     number: float
 
     def holds(self, value: float, error: float = 0.0) -> bool:
-        """`error`: how far the value may be off because of its type; a number within that is equal to it."""
+        """`error`: the rounding error of the value; a number within it counts as equal."""
         return self.side(value, error) in _SIDES[self.sign]
 
     def side(self, value: float, error: float = 0.0) -> int | None:
-        """Where the value is: -1 below the number, 0 equal to it, 1 above it, None for NaN."""
+        """-1 if the value is below the number, 0 if equal, 1 if above, None for NaN."""
         if math.isnan(value):
             return None
         if math.isfinite(value) and abs(value - self.number) <= error + _MEAN_ULPS * math.ulp(value):
@@ -55,7 +55,7 @@ class Compare(msgspec.Struct, frozen=True, tag=True):
         return 1 if value > self.number else -1
 
     def shown(self, value: float, error: float = 0.0) -> str:
-        """The value with six digits, or with as many as show on which side of the number it is."""
+        """The value with six digits, or as many as show on which side of the number it is."""
         side = self.side(value, error)
         texts = (f"{value:.{digits}g}" for digits in range(6, 18))
         return next((text for text in texts if self.side(float(text), error) == side), repr(value))
@@ -65,7 +65,7 @@ _SIDES = {">=": (0, 1), ">": (1,), "<=": (0, -1), "<": (-1,)}
 
 
 class Plateau(msgspec.Struct, frozen=True, tag=True):
-    """So many readings in a row of which none was better, by more than `min_delta`, than the best before."""
+    """This many readings in a row without an improvement of more than `min_delta` over the best before."""
 
     metric: str
     num_readings: int
@@ -74,7 +74,7 @@ class Plateau(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def key(self) -> str:
-        """Under which its counter is kept: the same in every rule that has it."""
+        """The key of its counter, shared by all rules that contain it."""
         return f"{'min' if self.is_less else 'max'}:{self.metric}.plateau({self.num_readings}, {self.min_delta:g})"
 
 
@@ -102,7 +102,7 @@ def leaves(condition: Condition) -> Iterator[Compare | Plateau]:
 
 
 def parse_condition(text: str, flag: str = "--stop") -> Condition:
-    """The tree of what was typed, or a ConfigError with the place, what is allowed there, and the nearest word."""
+    """Parses a condition. A ConfigError names the position, what is allowed there, and the nearest word."""
     if len(text) > MOST_LETTERS:
         raise ConfigError(f"{flag}: the rule has {len(text)} letters; the most are {MOST_LETTERS}")
     return _Parser(text, flag).parse()
@@ -115,7 +115,7 @@ class _Token(msgspec.Struct, frozen=True):
 
 
 class _Parser:
-    """By descent: or, and, one comparison or plateau, or something in parentheses."""
+    """A recursive descent parser: or, and, a comparison or plateau, or parentheses."""
 
     def __init__(self, text: str, flag: str) -> None:
         self._text, self._flag = text, flag
@@ -243,7 +243,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """min:NAME, max:NAME or NAME; no name where it is none of them."""
+    """min:NAME, max:NAME or NAME; no name if it is none of them."""
     prefix, colon, name = text.partition(":")
     if not colon:
         return "", text
@@ -251,7 +251,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def is_less_better(metric: str) -> bool | None:
-    """By the words in its name; None where they do not tell."""
+    """By the words in its name; None if they do not tell."""
     words = set(re.split(r"[_/\-0-9]+", metric.lower()))
     words |= {metric.lower(), *re.split(r"[_/\-]+", metric.lower())}
     less, more = bool(words & LESS), bool(words & MORE)
@@ -284,7 +284,7 @@ def parse_best(text: str, flag: str = "--best") -> Best:
 
 
 class Average(msgspec.Struct, frozen=True):
-    """`--average`: the mean of the last so many checkpoints, or weights that follow by a decay."""
+    """`--average`: the mean of the last checkpoints, or an exponential moving average."""
 
     last: int = 0
     decay: float = 0.0
@@ -312,7 +312,7 @@ def parse_average(text: str, flag: str = "--average") -> Average:
 
 
 class OnPlateau(msgspec.Struct, frozen=True):
-    """`--on-plateau`: what the learning rate is multiplied by, and how often before a plateau stops the job."""
+    """`--on-plateau`: the factor on the learning rate, and how often it is applied before a plateau stops the job."""
 
     factor: float
     most_times: int = 1

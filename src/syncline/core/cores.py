@@ -1,4 +1,4 @@
-"""Cores: which of a host's are whose, so that a server never fights the worker beside it."""
+"""Cores: assigns a host's cores to its members, so that servers and workers do not compete."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from syncline.core.units import counted
 
-#: Of a host's cores, this part is for its servers, where there are enough for everybody to have some.
+#: The servers' part of a host's cores, if there are enough for all members.
 FOR_SERVERS = 0.25
 
 
 def own_cores(cores: Sequence[int], place: int, servers: int, workers: int) -> list[int]:
-    """The cores of one member of a host; none: there are too few for everybody, and all share them.
+    """The cores of one member of a host; empty if there are too few, and all members share them.
 
-    `place`: its number among the host's members, servers first. Every server gets as many as every other, the workers
-    get the rest, the first of them one more where it does not come out even.
+    `place`: its index among the host's members, servers first. All servers get equally many; the workers get the
+    rest, the first of them one more if needed.
     """
     if place >= servers + workers or len(cores) < servers + workers:
         return []
@@ -28,7 +28,7 @@ def own_cores(cores: Sequence[int], place: int, servers: int, workers: int) -> l
 
 
 def why_shared(num_cores: int, servers: int, workers: int) -> str:
-    """Why the members of a host have no cores of their own, in words; empty where there are enough."""
+    """Why the members of a host share cores, in words; empty if they do not."""
     if num_cores >= servers + workers:
         return ""
     members = [counted(number, role) for number, role in ((servers, "server"), (workers, "worker")) if number]
@@ -37,7 +37,7 @@ def why_shared(num_cores: int, servers: int, workers: int) -> str:
 
 
 def describe(cores: Sequence[int]) -> str:
-    """`0-3,8`: as tools for this write it."""
+    """`0-3,8`: the usual notation of tools."""
     found: list[list[int]] = []
     for core in sorted(cores):
         if found and found[-1][1] == core - 1:

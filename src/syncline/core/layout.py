@@ -66,7 +66,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """One registration: its parameters at their offsets, its rules, and (once placed) its slices."""
 
     index: int  # position in the layout
-    ordinal: int  # the how-manieth register() call of the chief made it
+    ordinal: int  # index among the chief's register() calls
     first_parameter: int  # job-wide id of its first parameter
     parameters: tuple[Parameter, ...]
     offsets: tuple[int, ...]  # bytes, parallel to parameters; ascending
@@ -111,7 +111,7 @@ def arrange(
     """A segment without slices: parameters by dtype, each at an aligned offset, in the order given."""
     check_parameters(parameters, rules, reduce)
     dtypes = list(dict.fromkeys(p.dtype for p in parameters))
-    # Rules that need whole tensors come first within a dtype, so that what may be cut is one run.
+    # Rules that need whole tensors come first within a dtype, so that the splittable part is contiguous.
     ordered = sorted(parameters, key=lambda p: (dtypes.index(p.dtype), rules[p.group].elementwise))
     offsets, end = [], 0
     for parameter in ordered:
@@ -184,7 +184,7 @@ class Layout:
         self.num_slices += len(segment.slices)
 
     def drop_last(self) -> Segment:
-        """Takes back the newest segment: it could not be hosted."""
+        """Removes the newest segment, which could not be hosted."""
         segment = self.segments.pop()
         self._pieces.clear()
         for parameter in segment.parameters:
@@ -213,7 +213,7 @@ class Layout:
                 )
 
     def check_complete(self, segment: Segment, parameters: Sequence[Parameter], who: str) -> None:
-        """Raises LayoutError when a registration lacks a parameter that the job's has, or has one of another."""
+        """Raises LayoutError if a registration has missing or foreign parameters."""
         given = {p.name for p in parameters}
         for known in segment.parameters:
             if known.name not in given:
@@ -221,7 +221,7 @@ class Layout:
                     f"{who} did not register {known.name!r}, the job has it as {known.describe()}; start {who} "
                     "with the same model as the rest of the job"
                 )
-        # Whether the chief has made its next registration by now must not decide: both are an error.
+        # Both are errors, whether the chief has made its next registration yet or not.
         for parameter in parameters:
             if self.where[parameter.name][0] is not segment:
                 raise LayoutError(
@@ -230,7 +230,7 @@ class Layout:
                 )
 
     def pieces(self, part: Slice) -> list[Piece]:
-        """As the segment's `pieces`, worked out once per slice."""
+        """The segment's `pieces`, cached per slice."""
         if part.id not in self._pieces:
             self._pieces[part.id] = self.segments[part.segment].pieces(part)
         return self._pieces[part.id]
@@ -240,7 +240,7 @@ class Layout:
             yield from segment.slices
 
     def slices_with(self, ranges: Ranges) -> set[int]:
-        """The ids of the slices that hold anything of these parameters."""
+        """The ids of the slices that contain any of these parameters."""
         found: set[int] = set()
         for start, stop in ranges:
             for segment in self.segments:
@@ -261,7 +261,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def to_ranges(ids: Iterable[int]) -> Ranges:
-    """Sorted ids as half-open ranges: what was pushed, said shortly."""
+    """Sorted ids as half-open ranges."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(ids):
         if ranges and ranges[-1][1] == number:
@@ -272,7 +272,7 @@ def to_ranges(ids: Iterable[int]) -> Ranges:
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """These ids less the others. All are sorted."""
+    """These ids without the others. All are sorted."""
     left: list[tuple[int, int]] = []
     following, position = [*others, (math.inf, math.inf)], 0
     for start, stop in ranges:
@@ -281,7 +281,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
             if low > start:
                 left.append((start, int(min(low, stop))))
             if high >= stop:
-                break  # it may reach into the next range
+                break  # it may extend into the next range
             start, position = max(start, int(high)), position + 1
     return tuple(left)
 
@@ -297,17 +297,17 @@ def covers(ranges: Ranges, start: int, stop: int) -> bool:
     return start >= stop or (position >= 0 and ranges[position][0] <= start and stop <= ranges[position][1])
 
 
-#: A run of bytes of one dtype that goes to one server.
+#: A contiguous run of one dtype for one server.
 Run = tuple[str, str, int, int]  # server, dtype, offset, num_bytes
 
 
 def place(
     segment: Segment, servers: Sequence[str], loads: Mapping[str, int], slice_bytes: int, first_slice: int
 ) -> tuple[Segment, list[ReplicaSet]]:
-    """The segment with its slices, and a primary for each, so that the servers' bytes come out even.
+    """Places a segment: its slices and their primaries, so that the servers' bytes are balanced.
 
-    What must stay whole goes first, largest first, to the server with the least; what may be cut then fills
-    every server up to the same level and is cut into slices of about `slice_bytes`.
+    Unsplittable tensors go first, largest first, to the least loaded server. Then splittable data fills all servers
+    to the same level, in slices of about `slice_bytes`.
     """
     assert servers and slice_bytes >= ALIGN
     level = {server: loads.get(server, 0) for server in servers}
@@ -327,7 +327,7 @@ Block = tuple[str, int, int]  # dtype, offset, num_bytes
 
 
 def _split(segment: Segment, slice_bytes: int) -> tuple[list[Block], list[Block]]:
-    """Blocks that stay whole (small whole tensors together), and one block per dtype that may be cut."""
+    """Blocks that stay whole (small tensors combined), and one splittable block per dtype."""
     whole: list[Block] = []
     free: dict[str, list[int]] = {}
     for parameter, offset in zip(segment.parameters, segment.offsets, strict=True):
@@ -346,8 +346,8 @@ def _split(segment: Segment, slice_bytes: int) -> tuple[list[Block], list[Block]
 
 
 def _pour(dtype: str, offset: int, num_bytes: int, servers: Sequence[str], level: dict[str, int]) -> list[Run]:
-    """Gives a block to the servers so that their levels become as even as it allows, in contiguous runs."""
-    ranked = sorted(servers, key=lambda name: level[name])  # stable: ties by the order of names given
+    """Distributes a block over the servers in contiguous runs, as evenly as possible."""
+    ranked = sorted(servers, key=lambda name: level[name])  # stable: ties in the given order
     for count in range(len(ranked), 0, -1):
         target = (num_bytes + sum(level[name] for name in ranked[:count])) / count
         if target >= level[ranked[count - 1]]:

@@ -1,7 +1,7 @@
-"""Liveness: when each member was last heard of, and when it counts as dead.
+"""Liveness: when each member was last heard from, and when it counts as dead.
 
-How long a member may be silent follows from how it was heard before: a busy machine gets more time, a regular one
-the least. Time in which the coordinator itself did not run is nobody's silence.
+The allowed silence follows from a member's recent pauses: a busy machine gets more time, a regular one the minimum.
+Time in which the coordinator itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import msgspec
 from syncline.core.members import by_name
 from syncline.stats import Wait
 
-# A sample is the longest silence in a phase of a quarter of the least deadline: a burst of messages cannot push a
-# member's usual pauses out of the window, nor can one long pause stay in it for ever.
+# A sample is the longest silence within a quarter of the minimal deadline: a burst of messages cannot push out a
+# member's usual pauses, and one long pause does not stay for ever.
 _NUM_SAMPLES = 32
 _STRETCHES = 4
-# Of the longest recent silence. More than the mean and six deviations of any samples: those come to 3.55 times it.
+# Factor on the longest recent silence. It exceeds the mean plus six deviations of any samples, which are at most 3.55
+# times it.
 _TIMES_LONGEST = 4.0
 
 
 @dataclasses.dataclass(slots=True)
 class _Watched:
-    """One member. `since` is where its silence is counted from, which moves with time that does not count."""
+    """One member. `since`: the start of its silence, shifted by time that does not count."""
 
     since: float
     phase: float
@@ -41,7 +42,7 @@ class _Watched:
     )
 
     def shift(self, seconds: float, now: float) -> None:
-        """Takes time out of all that is counted; nothing gets to lie in the future by it."""
+        """Removes time that does not count; nothing moves into the future."""
         self.since = min(self.since + seconds, now)
         self.phase = min(self.phase + seconds, now)
         if self.suspected is not None:
@@ -52,17 +53,17 @@ class _Watched:
 
 
 class Liveness:
-    """When each member was last heard of, and when it counts as dead.
+    """When each member was last heard from, and when it counts as dead.
 
-    Ask `dead` again by `next_deadline`, at the latest; `asleep_seconds` without a question is a coordinator that did
-    not run (stopped, or out of processor time), and that phase counts as silence of nobody.
+    Call `dead` at `next_deadline` at the latest. A gap of `asleep_seconds` between calls means that the coordinator
+    did not run (stopped, or out of processor time); that time does not count.
     """
 
     def __init__(
         self, *, least_seconds: float, most_seconds: float, suspect_seconds: float, asleep_seconds: float
     ) -> None:
         assert 0 < least_seconds <= most_seconds, (least_seconds, most_seconds)
-        # A shorter sleep is not noticed: it must leave a member most of its time to be heard of.
+        # A shorter sleep is not noticed; it must leave a member most of its time.
         assert 0 < asleep_seconds <= min(least_seconds, suspect_seconds) / 2, (asleep_seconds, suspect_seconds)
         self._least = least_seconds
         self._most = most_seconds
@@ -70,15 +71,15 @@ class Liveness:
         self._asleep = asleep_seconds
         self._members: dict[str, _Watched] = {}
         self._checked: float | None = None
-        self._woken = False  # since the last question
-        self._late = False  # between the last two questions
-        self._patient_until = -math.inf  # after a long sleep, for those who gave up on us to find us again
+        self._woken = False  # since the last call
+        self._late = False  # between the last two calls
+        self._patient_until = -math.inf  # after a long sleep: time for members that gave up on us to reconnect
 
     def watch(self, name: str, now: float, *, full: bool = False) -> None:
-        """From now on this member is to be heard of. A name that was watched already starts again.
+        """Watches this member from now on; a watched name starts over.
 
-        full: the coordinator has come back, and the member must find it first. What is known of its rhythm stays, and
-        until it is heard of, a connection that closes does not shorten its one whole deadline.
+        full: the coordinator has restarted, and the member must reconnect first. Its rhythm is kept, and until it is
+        heard from, a closed connection does not shorten its full deadline.
         """
         self._wake(now)
         before = self._members.get(name)
@@ -90,17 +91,17 @@ class Liveness:
         self._members[name] = member
 
     def forget(self, name: str) -> None:
-        """It has left, or its death has been dealt with. Nothing stays behind."""
+        """It has left, or its death was handled: removes it."""
         self._members.pop(name, None)
 
     def heard(self, name: str, now: float) -> None:
-        """Any sign of life. It clears a suspicion; of a process that has ended it is only a late message."""
+        """A sign of life. It clears a suspicion; from an ended process it is only a late message."""
         self._wake(now)
         member = self._members.get(name)
         if member is None or member.gone is not None:
             return
         member.longest = max(member.longest, now - member.since)
-        # Threads may bring their readings of the clock a little out of order.
+        # Threads may deliver their clock readings slightly out of order.
         member.since = max(member.since, now)
         member.heard = max(member.heard, now) if member.heard is not None else now
         member.suspected, member.not_before = None, -math.inf
@@ -109,26 +110,28 @@ class Liveness:
             member.phase, member.longest = now, 0.0
 
     def suspect(self, name: str, now: float, reason: str) -> None:
-        """Its connection closed: it has `suspect_seconds` to come back. A second one that closes gives it no more."""
+        """Its connection closed: it has `suspect_seconds` to return. Further closed connections do not extend
+        that.
+        """
         self._wake(now)
         member = self._members.get(name)
         if member is not None and member.suspected is None and member.gone is None:
             member.suspected, member.reason = now, reason
 
     def gone(self, name: str, now: float, reason: str) -> None:
-        """Somebody knows that its process has ended: dead at once, and for good."""
+        """Its process is known to have ended: dead at once, for good."""
         self._wake(now)
         member = self._members.get(name)
         if member is not None and member.gone is None:
             member.gone, member.reason = now, reason
 
     def last_heard(self, name: str) -> float | None:
-        """When, by the clock; None: never, or not watched."""
+        """The time of the last sign of life; None if there was none."""
         member = self._members.get(name)
         return None if member is None else member.heard
 
     def deadline(self, name: str) -> float:
-        """When it counts as dead, if nothing happens until then."""
+        """When it counts as dead if nothing happens."""
         member = self._members[name]
         if member.gone is not None:
             return member.gone
@@ -137,7 +140,7 @@ class Liveness:
         return max(member.suspected + self._suspect, member.not_before, self._patient_until)
 
     def dead(self, now: float) -> list[tuple[str, str]]:
-        """Who counts as dead now, each with the reason; again and again, until it is forgotten or heard of."""
+        """The members that count as dead now, with reasons; repeated until they are forgotten or heard from."""
         self._wake(now)
         self._late, self._woken = self._woken, False
         assert self._checked is not None
@@ -149,7 +152,7 @@ class Liveness:
         ]
 
     def next_deadline(self) -> float | None:
-        """When to ask `dead` again, at the latest: not only when a member is due. None: nobody is watched."""
+        """When to call `dead` again at the latest. None if no member is watched."""
         if not self._members:
             return None
         assert self._checked is not None
@@ -157,7 +160,7 @@ class Liveness:
 
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
-        # A silence that matters is longer than a phase, so it ends one and is among the samples at once.
+        # A relevant silence is longer than a sampling phase, so it is among the samples at once.
         longest = max(member.samples, default=0.0)
         return min(max(_TIMES_LONGEST * longest, self._least), self._most)
 
@@ -170,9 +173,9 @@ class Liveness:
         return f"{silence}; if it was only slow, allow more with --deadline-seconds"
 
     def _wake(self, now: float) -> None:
-        """Takes a jump of the time out of all that is counted: forward, we did not run; backward, the clock is odd.
+        """Removes a jump of time: forward, we did not run; backward, the clock is wrong.
 
-        Every event looks, so that what is heard right after a sleep does not pass for a member's long pause.
+        Every event checks, so that a message right after a sleep does not count as a member's long pause.
         """
         if self._checked is None:
             self._checked = now
@@ -181,14 +184,14 @@ class Liveness:
             return
         if jump >= self._least / 2 and not self._late:
             self._patient_until = now + self._least
-        # Late every time is no sleep but too much work. A part of it counts, or nobody would ever be found dead.
+        # Repeated lateness is overload, not sleep. Part of it counts; otherwise no member would ever be found dead.
         counted = self._asleep if self._late and jump > 0 else 0.0
         for member in self._members.values():
             member.shift(jump - counted, now)
         self._checked, self._woken = now, True
 
 
-#: A member that was heard of within this long is not the one that cannot be heard.
+#: A member heard from within this time is not the silent one.
 FRESH_SECONDS = 1.0
 
 
@@ -199,13 +202,13 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     heard_seconds: float  # since it was last heard of
     left_seconds: float  # until it is evicted for silence
     step: int = 0
-    state: str = ""  # anything worth a word: its process ended, it is being started again
+    state: str = ""  # anything notable: its process ended, it is being restarted
 
 
 def causes(waits: Mapping[str, Sequence[Wait]]) -> list[Wait]:
-    """All waits, by who has told of them, less those that others explain: a worker's for a server that itself waits
-    for somebody, a server's for its backup that waits for a worker, and a server's for a worker that has done its
-    part and waits at another server."""
+    """All waits by reporter, without those that others explain: a worker's wait for a server that itself waits, a
+    server's for a backup that waits for a worker, and a server's for a worker that waits at another server.
+    """
     found = []
     for teller, wait in ((teller, wait) for teller, told in waits.items() for wait in told):
         rest = [name for name in wait.for_whom if not _is_explained(wait, teller, name, waits)]
@@ -220,14 +223,14 @@ def _is_explained(wait: Wait, teller: str, name: str, waits: Mapping[str, Sequen
         return any(wait.who or other.what != "server" for other in by)
     servers = {server for other in by if other.what == "server" for server in other.for_whom} - {teller}
     further = [one.for_whom for server in servers for one in waits.get(server, ()) if name not in one.for_whom]
-    # Somebody there waits for nobody: else those may wait for each other, and all are named.
+    # One of them waits for no one; otherwise it may be a circular wait, and all are named.
     return any(not waits.get(last) for names in further for last in names)
 
 
 def why(
     waits: Sequence[Wait], known: Mapping[str, Known], *, who: str = "", step: int = 0, stuck_seconds: float = 600.0
 ) -> str:
-    """The longest wait, in words; with `who`, the one that this worker is in at this step of its own."""
+    """Describes the longest wait; with `who`, that worker's wait at this step."""
     mine = [wait for wait in waits if wait.who == who or (not wait.who and who not in wait.for_whom)]
     ranked = sorted(mine if who else waits, key=lambda wait: -wait.seconds)
     if not ranked:
@@ -240,7 +243,7 @@ def why(
 
 
 def _what(wait: Wait, step: int) -> str:
-    """Steps are counted by each worker for itself: who asks hears of its own."""
+    """Steps are counted per worker: the caller sees its own."""
     if wait.what in ("round", "lag", "server"):
         return f"step {step or wait.step}" if step or wait.step else "a step"
     return wait.what

@@ -1,4 +1,4 @@
-"""Members of a job, and where each worker stands in the rounds."""
+"""Members of a job, and each worker's standing in the rounds."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     host: str
     address: Address | None = None
-    since: int = 0  # generation in which it joined: who was there first has the lower rank
+    since: int = 0  # generation in which it joined; seniority defines ranks
     kind: str = ""  # processor and torch
-    cores: str = ""  # that are its own, where it was given some
+    cores: str = ""  # pinned to it, if any
     pid: int = 0  # on its host
-    num_cores: int = 0  # that it may run on
+    num_cores: int = 0  # available to it
 
 
 class Standing(msgspec.Struct, array_like=True):
-    """Where one worker stands: its clock is the number of its commits, and the table of what is applied."""
+    """One worker's standing. Its clock is the number of its commits."""
 
     name: str
     incarnation: int
@@ -39,20 +39,20 @@ class Standing(msgspec.Struct, array_like=True):
     phase: int = 0  # how often it has rested
     phase_began: int = 0  # its clock when the phase began
     inactive: bool = False
-    at_barrier: bool = False  # at a barrier: no round waits for it until its next push, or the next era
+    at_barrier: bool = False  # at a barrier: no round waits for it until its next push, or the next barrier epoch
     left: bool = False
-    position: int = 0  # its clock for the sake of lag: a worker that comes back from a rest is not behind
+    position: int = 0  # its clock for lag: a worker that returns from a rest is not behind
     late: int = 0  # its last commit that was late
-    fenced: bool = False  # evicted: nothing more is taken from it, and rounds wait until that is settled everywhere
-    last_inactive: int = 0  # its clock when it last rested, or stood aside at a barrier
-    num_segments: int = 0  # that it had registered by its last commit; 0: it has not said
+    fenced: bool = False  # evicted: its messages are refused; rounds wait until it is settled everywhere
+    last_inactive: int = 0  # its clock when it last rested or waited at a barrier
+    num_segments: int = 0  # registered by its last commit; 0: unknown
 
     @property
     def active(self) -> bool:
         return not (self.inactive or self.at_barrier or self.left)
 
     def turn(self) -> tuple[int, int]:
-        """Stretch and number within it of its latest commit."""
+        """The phase of its latest commit, and the number within it."""
         return (self.phase, self.clock - self.phase_began)
 
 
@@ -63,7 +63,7 @@ def by_name(name: str) -> tuple[str, int, str]:
 
 
 def merged(reports: Iterable[Iterable[Standing]]) -> dict[str, Standing]:
-    """Where every worker stands by the word of several servers: the one that heard more of it is right."""
+    """Merges the standings of several servers: the most advanced report wins."""
     found: dict[str, Standing] = {}
     for report in reports:
         for one in report:

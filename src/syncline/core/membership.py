@@ -1,4 +1,4 @@
-"""Membership: who is in the job, and what the coordinator keeps of it through its own death."""
+"""Membership: who is in the job, and the state that survives the coordinator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from syncline.core.wire.control import Passed
 from syncline.core.wire.pace import Paced
 from syncline.errors import ConfigError
 
-#: What helps where members do not come up in time.
+#: What to do if members do not start in time.
 NOT_UP = (
     "their logs say how far they came. A worker is up when its script has called syncline.init(); if that takes "
     "longer, give more time with --start-seconds"
@@ -27,7 +27,7 @@ NOT_UP = (
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """How a job ended: well, or by the death of a member, for a reason."""
+    """How a job ended: well, or by the death of a member with a reason."""
 
     failed: bool
     culprit: str
@@ -35,49 +35,49 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JobState(msgspec.Struct, kw_only=True):
-    """All that a coordinator must remember through its own death."""
+    """Everything that must survive the coordinator's death."""
 
     config: JobConfig
     generation: int = 0
-    incarnations: int = 0  # given out so far
-    members: dict[str, Member] = {}  # that live
-    processes: dict[str, str] = {}  # which process a member is: a question asked again gets the same answer
+    incarnations: int = 0  # assigned so far
+    members: dict[str, Member] = {}  # live ones
+    processes: dict[str, str] = {}  # member -> its process, so that repeated requests get the same answer
     formed: bool = False
     entered: dict[str, int] = {}  # workers that take part in rounds, with their incarnations
     left: list[str] = []  # workers that have finished, or were asked to leave
     finished: dict[str, Member] = {}  # those that have finished
-    chief_done: str = ""  # which of these was the chief then: no other worker becomes it
-    lives: dict[str, int] = {}  # of workers: how often each name has joined
-    #: Of workers: the last life that is over and settled on every server, and the commits that count of all of these.
+    chief_done: str = ""  # the chief among them: no other worker becomes the chief
+    lives: dict[str, int] = {}  # worker name -> how often it has joined
+    #: Worker name -> the last life that is over and settled on every server, and the counted commits of all of these.
     settled: dict[str, tuple[int, int]] = {}
     fencing: dict[str, tuple[int, str]] = {}  # evicted, not settled on every server yet: incarnation, reason
     replica_sets: dict[int, ReplicaSet] = {}
-    replica_sets_before: dict[int, ReplicaSet] = {}  # in a ring: whoever is named since may not have everything yet
+    replica_sets_before: dict[int, ReplicaSet] = {}  # in a ring: servers named since may not have everything yet
     lost: list[int] = []  # slices that no server has
     ready: list[int] = []  # segments whose values are on the servers
-    wanted: dict[str, int] = {}  # role: how many there are to be
-    num_scalings: int = 0  # how often that was said
+    wanted: dict[str, int] = {}  # role -> wanted number
+    num_scalings: int = 0  # how often that was set
     phase: int = 0
-    passed: dict[str, int] = {}  # barriers: the last turn of each name that all have passed
-    awaited: dict[str, str] = {}  # dead, and being started again: name, role
+    passed: dict[str, int] = {}  # barrier -> the last turn that all have passed
+    awaited: dict[str, str] = {}  # dead, being restarted: name -> role
     paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
     num_revoked: int = 0  # acknowledged updates that were lost with a server
-    leases: LeaseState = msgspec.field(default_factory=LeaseState)  # of data, and what of it is done
+    leases: LeaseState = msgspec.field(default_factory=LeaseState)  # leases and progress of the data
     metrics: MetricState = msgspec.field(default_factory=MetricState)
-    steering: Steering = msgspec.field(default_factory=Steering)  # what the stop rules remember
+    steering: Steering = msgspec.field(default_factory=Steering)  # the state of the stop rules
     validations: ValidationState = msgspec.field(default_factory=ValidationState)
     saves: SaveState = msgspec.field(default_factory=SaveState)  # checkpoints
-    is_changing: bool = False  # the change to this generation may not be installed everywhere
-    num_steps: int = 0  # of the job, when this was kept
+    is_changing: bool = False  # this generation may not be installed everywhere
+    num_steps: int = 0  # of the job, when this was journaled
     outcome: Outcome | None = None
 
 
 class Membership:
-    """The members of a job, as they come, go, die and return."""
+    """The members of a job: joining, leaving, dying, returning."""
 
     def __init__(self, state: JobState) -> None:
         self.state = state
-        self.finishing: set[str] = set()  # workers whose scripts have ended, and that wait for the last save
+        self.finishing: set[str] = set()  # workers whose scripts have ended and that wait for the last save
         if not state.wanted:
             state.wanted = {"worker": state.config.workers, "server": state.config.servers}
 
@@ -100,19 +100,21 @@ class Membership:
         return self.state.formed
 
     def named(self, role: str) -> list[str]:
-        """The live members of a role: who was there first comes first."""
+        """The live members of a role, by seniority."""
         found = [member for member in self.state.members.values() if member.role == role]
         return [member.name for member in sorted(found, key=lambda m: (m.since, by_name(m.name)))]
 
     def workers(self) -> list[str]:
-        """The live workers in the order of their ranks."""
+        """The live workers by rank."""
         return self.named("worker")
 
     def servers(self) -> list[str]:
         return sorted(self.named("server"), key=by_name)
 
     def hosts(self) -> list[str]:
-        """The servers that new slices may go to: one that came late knows nobody's place before its first move."""
+        """The servers that can get new slices: a late server does not know the workers' positions before its first
+        move.
+        """
         state, servers = self.state, self.servers()
         primaries = {replica_set.primary for replica_set in state.replica_sets.values()}
         return [name for name in servers if name in primaries or state.members[name].since <= 1] or servers
@@ -122,7 +124,7 @@ class Membership:
 
     @property
     def chief(self) -> str:
-        """The worker of rank 0: of those who are there, the one that has been there longest."""
+        """The worker of rank 0: the most senior live one."""
         names = self.workers()
         if names and (self.formed or len(names) >= self._least("worker")):
             return names[0]
@@ -133,7 +135,7 @@ class Membership:
         return (config.least_workers or config.workers) if role == "worker" else config.servers
 
     def missing(self) -> list[str]:
-        """Who is expected at the start and not there yet. In a ring a process that has not come is named once."""
+        """Members that are expected at the start and missing. In a ring a missing process is named once."""
         there, wanted = self.state.members, self.state.wanted
         names = [f"{role}-{k}" for role in ("server", "worker") for k in range(wanted[role])]
         missing = [name for name in names if name not in there]
@@ -142,7 +144,7 @@ class Membership:
         return missing
 
     def may_form(self, has_gathered: bool) -> bool:
-        """Whether the job can begin: all who are wanted are there; or the least number, after some patience."""
+        """Whether the job can start: all wanted members are there, or the least number after some time."""
         if self.formed or not self._has_servers():
             return False
         count = len(self.workers())
@@ -154,7 +156,7 @@ class Membership:
         return len(self.servers()) >= self.state.wanted["server"]
 
     def form(self) -> None:
-        """The job is whole: its first generation, in which everyone takes part."""
+        """The job is formed: its first generation, in which all take part."""
         state = self.state
         state.formed, state.generation = True, state.generation + 1
         state.members = {n: msgspec.structs.replace(m, since=state.generation) for n, m in state.members.items()}
@@ -166,11 +168,11 @@ class Membership:
         self, role: str, name: str, host: str, address: Address | None, process: str = "", kind: str = "",
         cores: str = "", pid: int = 0, num_cores: int = 0,
     ) -> Member:  # fmt: skip
-        """A new member, or a ConfigError that says why not. An empty name takes the next free one."""
+        """Adds a member, or raises ConfigError. An empty name gets the next free one."""
         state = self.state
         same = self._of_process(process, role)
         if same and name in ("", same):
-            return state.members[same]  # it asks again: the answer was lost
+            return state.members[same]  # repeated: the answer was lost
         most = self._most(role)
         name = name or self._free_name(role, process, most)
         stem, _, number = name.rpartition("-")
@@ -197,17 +199,17 @@ class Membership:
         return member
 
     def _of_process(self, process: str, role: str) -> str:
-        """The member of this role that is this process, if there is one."""
+        """The member of this role in this process, if any."""
         known = self.state.processes.items()
         return next((n for n, one in known if process and one == process and n.startswith(f"{role}-")), "")
 
     def beside(self, name: str) -> str:
-        """The other member of the same process, in a ring; "" where there is none."""
+        """In a ring: the other member of the same process; "" if there is none."""
         role = name.rpartition("-")[0]
         return self._of_process(self.state.processes.get(name, ""), "server" if role == "worker" else "worker")
 
     def _free_name(self, role: str, process: str, most: int) -> str:
-        """The next that nobody has; in a ring the two members of a process have the same number."""
+        """The next free name; in a ring both members of a process have the same number."""
         taken = {*self.state.members, *self.state.awaited}
         if self.state.config.is_ring:
             other = self._of_process(process, "server" if role == "worker" else "worker")
@@ -217,7 +219,7 @@ class Membership:
         return next((name for k in range(most) if (name := f"{role}-{k}") not in taken), "")
 
     def _most(self, role: str) -> int:
-        """How many of this role there may be; servers may always come, to take over slices."""
+        """The limit for this role; servers may always join, to take over slices."""
         config, wanted = self.state.config, self.state.wanted[role]
         if role == "server" and not config.is_ring:
             return wanted if not self.formed else 1 << 16
@@ -226,7 +228,7 @@ class Membership:
     # -- goings -------------------------------------------------------------------------------------------
 
     def leave(self, name: str, retired: bool = False) -> Outcome | None:
-        """A member has finished, or was asked to leave. The job ends well when its last worker has."""
+        """A member has finished or was asked to leave. The job ends well with its last worker."""
         was_chief = not self.state.chief_done and name == self.chief
         member = self._remove(name)
         if member is not None and member.role == "worker":
@@ -234,7 +236,7 @@ class Membership:
                 self.state.finished[name] = member
                 self.state.chief_done = name if was_chief else self.state.chief_done
             if name in self.state.entered:
-                # A server that came to its slices after it had said so may still count it.
+                # A server that got its slices after that may still count it.
                 self.state.fencing[name] = (self.state.entered.pop(name), "has left")
             if name not in self.state.left:
                 self.state.left.append(name)
@@ -249,7 +251,7 @@ class Membership:
         return member
 
     def evict(self, name: str, reason: str) -> list[int]:
-        """A member is dead, or counts as dead: it is out. The slices that no server has any more, by this."""
+        """Removes a member that is dead or counts as dead. Returns the slices that no server has any more."""
         member = self._remove(name)
         if member is None:
             return []
@@ -257,8 +259,7 @@ class Membership:
             if name in self.state.entered:
                 self.state.fencing[name] = (self.state.entered.pop(name), reason)
             return []
-        # A coordinator that dies before it has told anybody of the new replica sets must know that they are to be
-        # told.
+        # A coordinator that dies before it announces the new replica sets must know that they are pending.
         self.state.is_changing = self.state.is_changing or self.formed
         replica_sets, lost = without(self.state.replica_sets.values(), {name})
         self.state.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
@@ -267,11 +268,11 @@ class Membership:
         return fresh
 
     def await_return(self, name: str) -> None:
-        """This dead member is being started again."""
+        """This dead member is being restarted."""
         self.state.awaited[name] = name.rpartition("-")[0]
 
     def give_up_on(self, name: str, reason: str) -> None:
-        """This member does not come back: the job ends with this verdict."""
+        """This member does not come back: the job ends with this outcome."""
         self.state.awaited.pop(name, None)
         self.fail(name, f"{name} {reason}")
 
@@ -283,7 +284,7 @@ class Membership:
             self._end(Outcome(False, "", "all workers have finished"))
 
     def never_came(self, seconds: float) -> Outcome | None:
-        """The deadline for all members to be there has passed."""
+        """The deadline for all members to join has passed."""
         names = self.missing()
         if names and not self.formed:
             self._end(Outcome(True, names[0], f"{', '.join(names)} did not come up within {seconds:g} s; {NOT_UP}"))
@@ -294,7 +295,7 @@ class Membership:
 
 
 class Barriers:
-    """Barriers by name and turn: whole when every worker that has not left is there."""
+    """Barriers by name and turn: complete when every worker that has not left is there."""
 
     def __init__(self, phase: int = 0, passed: dict[str, int] | None = None) -> None:
         self._waiting: dict[tuple[str, int], set[str]] = {}
@@ -302,7 +303,7 @@ class Barriers:
         self.passed: dict[str, int] = {} if passed is None else passed
 
     def arrive(self, name: str, turn: int, worker: str, phase: int = 0) -> bool:
-        """Whether it waits: a barrier that all have passed is open to whoever comes later, or asks again."""
+        """Returns whether it waits. A passed barrier is open to late workers and repeated requests."""
         if turn <= self.passed.get(name, 0):
             return False
         self._waiting.setdefault((name, turn), set()).add(worker)
@@ -311,15 +312,16 @@ class Barriers:
 
     @staticmethod
     def behind_passed(phase: int, begun: int, turn: int = 0) -> Passed:
-        """The answer to one that comes to a barrier that all have passed. `begun`: what the last barrier began.
-        `turn`: the last one of this barrier that was passed.
+        """The answer for a barrier that was passed earlier. `begun`: the phase begun by the last barrier. `turn`: the
+        last passed turn of this barrier.
 
-        Who asks again may not have heard of that. Who is in that era already came late: it stays away.
+        A worker that repeats its request may have missed the answer. One that is already in that barrier epoch came
+        late and stays out.
         """
         return Passed(max(phase, begun), is_away=phase >= begun, turn=turn)
 
     def next_stretch(self) -> int:
-        """The phase that begins behind a barrier: later than any that a worker was in."""
+        """The phase after a barrier: later than any phase so far."""
         self._stretch = after_barrier(self._stretch)
         return self._stretch
 
@@ -328,18 +330,18 @@ class Barriers:
         return [key for key, there in self._waiting.items() if workers and there.issuperset(workers)]
 
     def pass_all(self, keys: list[tuple[str, int]]) -> list[int]:
-        """They are open from now on; the phase that begins behind each."""
+        """Opens these barriers. Returns the phase after each."""
         for name, turn in keys:
             self.passed[name] = max(turn, self.passed.get(name, 0))
         return [self.next_stretch() for _ in keys]
 
     def take_back(self, passed: dict[str, int]) -> None:
-        """They could not be kept as passed, and nobody has heard of it."""
+        """Journaling failed and no worker was told: closes them again."""
         self.passed.clear()
         self.passed.update(passed)
 
     def forget(self, keys: list[tuple[str, int]]) -> None:
-        """Nobody waits at these any more."""
+        """No worker waits at these any more."""
         for key in keys:
             self._waiting.pop(key, None)
 

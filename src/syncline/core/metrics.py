@@ -1,7 +1,7 @@
-"""Metrics: what workers report, merged into readings of the whole job, weighted by samples.
+"""Metrics: merges workers' reports into readings of the job, weighted by samples.
 
-Pure. A reading of a metric is whole when everybody who reports it has done so since the last one. The first one waits
-for all who take part, until one of them reports a second time: who has never reported it by then is not waited for.
+Pure. A reading is complete when all reporters of the metric have reported since the last one. The first reading waits
+for all participants, until one of them reports a second time: workers without a report by then are not waited for.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import msgspec
 from syncline.core.members import by_name
 from syncline.core.wire.message import Message
 
-#: Names that a job may report under.
+#: Limit for the number of metric names.
 MOST_METRICS = 1000
-#: So often somebody reports a metric without one of the others, and that one is not waited for until it does.
+#: After this many reports of others without one of its own, a worker is not waited for until it reports again.
 MOST_AHEAD = 4
-#: Bits of the significand, by the name of a type. Others are taken as Python's floats.
+#: Significand bits by type; other types count as Python floats.
 _SIGNIFICAND_BITS = {"float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 
 
 class Metrics(Message, frozen=True):
-    """A worker's report: of each metric the value and its weight. Answered with `Steer`.
+    """A worker's report: value and weight of each metric. Answered with `Steer`.
 
-    `number`: its reports so far in this life; one that comes twice counts once. `is_whole`: each value is one of
-    the whole job by itself. `step`: the job's, as this worker knows it; it may be the last that there is to be.
-    `errors`: how far values may be off because of their types; see `rounding_error`.
+    `number`: its reports so far in this life; duplicates count once. `is_whole`: each value is a reading of the whole
+    job. `step`: the job's, as this worker knows it. `errors`: rounding errors of the values; see `rounding_error`.
     """
 
     number: int
@@ -39,7 +38,7 @@ class Metrics(Message, frozen=True):
 
 
 class Steer(Message, frozen=True):
-    """To workers: what the job's rules want of them by now. The highest number counts.
+    """To workers: what the job's rules demand. The highest number counts.
 
     `stop`: why training ends; empty: it goes on. `factor`: on every learning rate.
     """
@@ -54,37 +53,38 @@ class Reading(msgspec.Struct, frozen=True, array_like=True):
 
     value: float
     step: int = 0
-    number: int = 1  # its readings so far
+    number: int = 1  # readings so far
     weight: float = 0.0
-    error: float = 0.0  # how far the value may be off because of the types of the reported numbers
+    error: float = 0.0  # rounding error due to the types of the reported numbers
 
 
 class Reports(msgspec.Struct):
     """A metric between two readings."""
 
-    sums: dict[str, tuple[float, float, int]] = {}  # worker: sum of weight times value, of weights, how many reports
-    reporters: list[str] | None = None  # whom a reading waits for; None: nobody knows yet, all who take part
+    # worker -> sum of weight times value, of weights, number of reports
+    sums: dict[str, tuple[float, float, int]] = {}
+    reporters: list[str] | None = None  # whom a reading waits for; None: unknown yet, all participants
     step: int = 0
-    errors: float = 0.0  # sum of weight times rounding error, of all workers
+    errors: float = 0.0  # sum of weight times rounding error, over all workers
 
 
 class MetricState(msgspec.Struct):
-    """All metrics of a job; what of it a coordinator remembers through its own death."""
+    """All metrics of a job; survives the coordinator."""
 
     readings: dict[str, Reading] = {}  # the newest of each
     reports: dict[str, Reports] = {}
-    numbers: dict[str, tuple[int, int]] = {}  # worker: incarnation and its last report
+    numbers: dict[str, tuple[int, int]] = {}  # worker -> incarnation and its last report
     num_readings: int = 0
 
 
 class Merging:
-    """Merges reports into readings; what it knows is in the state."""
+    """Merges reports into readings; all its knowledge is in the state."""
 
     def __init__(self, state: MetricState) -> None:
         self.state = state
 
     def is_new(self, worker: str, incarnation: int, number: int) -> bool:
-        """Whether this report was not here before; it is by now."""
+        """Whether this report is new; marks it as known."""
         if (incarnation, number) <= self.state.numbers.get(worker, (0, 0)):
             return False
         self.state.numbers[worker] = (incarnation, number)
@@ -98,7 +98,7 @@ class Merging:
         taking_part: Collection[str],
         errors: Mapping[str, float] = {},
     ) -> list[dict[str, Reading]]:
-        """A worker's report; the readings that are whole by it, in the order in which they are."""
+        """Takes a worker's report. Returns the readings completed by it, in order."""
         early: dict[str, Reading] = {}
         found: dict[str, Reading] = {}
         for name, (value, weight) in values.items():
@@ -106,7 +106,7 @@ class Merging:
                 continue
             reports = self.state.reports.setdefault(name, Reports())
             if reports.reporters is None and worker in reports.sums:
-                early.update(self._read(name, reports))  # some never report it
+                early.update(self._read(name, reports))  # some workers never report it
             total, weights, count = reports.sums.get(worker, (0.0, 0.0, 0))
             counts = math.isfinite(value) and weight > 0
             reports.sums[worker] = (total + weight * value, weights + weight, count + 1) if counts else (
@@ -120,7 +120,7 @@ class Merging:
         return [each for each in (early, found) if each]
 
     def whole(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> dict[str, Reading]:
-        """Readings that somebody has merged already."""
+        """Takes readings that are already merged."""
         found = {}
         for name, value in values.items():
             known = self.state.readings.get(name)
@@ -131,7 +131,7 @@ class Merging:
         return found
 
     def gone(self, taking_part: Collection[str]) -> dict[str, Reading]:
-        """Somebody takes part no more: what is whole without it. What it has reported counts."""
+        """A worker takes part no more: returns the readings that are complete without it. Its reports count."""
         found: dict[str, Reading] = {}
         for name, reports in self.state.reports.items():
             if reports.reporters is not None:
@@ -148,7 +148,8 @@ class Merging:
         return self._read(name, reports)
 
     def _read(self, name: str, reports: Reports) -> dict[str, Reading]:
-        ranked = [reports.sums[worker] for worker in sorted(reports.sums, key=by_name)]  # equal runs are bit-equal
+        # sorted: equal runs are bit-equal
+        ranked = [reports.sums[worker] for worker in sorted(reports.sums, key=by_name)]
         weights = sum(weight for _, weight, _ in ranked)
         value = sum(total for total, _, _ in ranked) / weights if weights else math.nan
         known = self.state.readings.get(name)
@@ -165,10 +166,10 @@ class Merging:
 
 
 def rounding_error(value: object, number: float) -> float:
-    """How far `number`, the Python float of a reported `value`, may be off because of the value's type.
+    """The rounding error of `number`, the Python float of a reported `value`, due to the value's type.
 
-    45/50 as float32 is 0.89999998. A Python float that is exactly a float32, as `.item()` of a tensor gives it, is
-    taken as one: a rule that this misleads has a number that agrees with the value in its first seven digits.
+    45/50 as float32 is 0.89999998. A Python float that is exactly a float32, as `.item()` gives it, counts as one:
+    that only misleads rules whose number agrees with the value in seven digits.
     """
     dtype = getattr(value, "dtype", None)
     bits = _SIGNIFICAND_BITS.get(str(getattr(dtype, "name", dtype)).rpartition(".")[2])
@@ -185,6 +186,6 @@ def _is_float32(number: float) -> bool:
 
 
 def told(values: Mapping[str, float], most: int = 8) -> str:
-    """accuracy 0.912, loss 0.31; of many only some."""
+    """accuracy 0.912, loss 0.31; only some if there are many."""
     shown = ", ".join(f"{name} {values[name]:.4g}" for name in sorted(values)[:most])
     return shown + (f" and {len(values) - most} more" if len(values) > most else "")

@@ -16,9 +16,9 @@ class Policy(msgspec.Struct, frozen=True):
 
     kind: str
     bound: int = 0
-    spare: int = 0  # sync: a round is whole when all but so many have committed
-    is_damped: bool = False  # otherwise: a stale gradient counts less
-    most_rounds: int = 0  # sync: a parameter is updated no more often than this; 0: as often as it is pushed
+    spare: int = 0  # sync: a round is complete when all but this many have committed
+    is_damped: bool = False  # async, bounded: a stale gradient counts less
+    most_rounds: int = 0  # sync: limit for updates of a parameter; 0: none
 
     def __str__(self) -> str:
         if self.kind == "sync":
@@ -28,21 +28,21 @@ class Policy(msgspec.Struct, frozen=True):
 
     @property
     def in_rounds(self) -> bool:
-        """Whether commits are applied together, one round after the other."""
+        """Whether commits are applied in rounds."""
         return self.kind == "sync"
 
     @property
     def stands_still(self) -> bool:
-        """Whether nobody writes what a worker was answered with before its next commit."""
+        """Whether a worker's reply stays unchanged until its next commit."""
         return self.in_rounds and not self.spare
 
     def damping(self, staleness: int) -> float:
-        """What a gradient counts that is so many versions stale."""
+        """The factor on a gradient of this staleness."""
         return 1.0 / (1.0 + staleness) if self.is_damped else 1.0
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy of this name; a wrong one is a ConfigError that lists what there is."""
+    """Parses a policy; a ConfigError lists the valid ones."""
     name, comma, option = text.partition(",")
     kind, colon, number = name.partition(":")
     is_damped = option == "damped"
@@ -80,7 +80,7 @@ def _short(text: str) -> str:
 
 
 def policy_of(config: JobConfig) -> Policy:
-    """The config's policy, checked against the options that only make sense with some of them."""
+    """The config's policy, checked against options that need certain policies."""
     policy = parse_policy(config.policy)
     if config.sync_every > 1 and not policy.in_rounds:
         raise ConfigError(f"--sync-every {config.sync_every} needs --policy sync; this job has {policy}")

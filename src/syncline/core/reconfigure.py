@@ -1,4 +1,4 @@
-"""From one generation to the next: what is decided, and what servers are told."""
+"""Reconfiguration: decides the next generation and what servers are told."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from syncline.errors import ConfigError
 
 
 class Planner:
-    """One change at a time. Deaths and entries come before plans."""
+    """Plans one reconfiguration at a time. Deaths and entries come before placement plans."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self.state = membership, membership.state
-        self.entering: dict[str, int] = {}  # workers that want to take part; how often they have entered before
-        self._stretches: dict[str, int] = {}  # of the loops that they are in
+        self.entering: dict[str, int] = {}  # workers that want to take part -> how often they have entered before
+        self._stretches: dict[str, int] = {}  # phases of the loops that they are in
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
-        self.moves = False  # primaries are about to change: nobody is told of replica sets now
-        self._places: dict[str, tuple[int, int, Entered]] = {}  # who has entered: incarnation, which time, answer
-        self._server_is_out = False  # since the change under way was begun
-        self._said: set[Loss] = set()  # slices remember what was torn: it is said once
-        self._before: dict[int, ReplicaSet] | None = (
-            None  # the replica sets that a plan would change: until it is installed
-        )
+        self.moves = False  # primaries are about to change: replica sets are not announced now
+        self._places: dict[str, tuple[int, int, Entered]] = {}  # entered workers: incarnation, entry, answer
+        self._server_is_out = False  # since the current reconfiguration began
+        self._said: set[Loss] = set()  # each loss is reported once
+        self._before: dict[int, ReplicaSet] | None = None  # the replica sets before a plan, until it is installed
 
     def resume(self) -> None:
-        """An earlier coordinator may have died within a change, and servers may have missed what it said."""
+        """Continues after an earlier coordinator, which may have died during a reconfiguration."""
         self.moves = self.state.is_changing
         if self.state.replica_sets_before:
             self._seat_who_has_all(self.state.replica_sets_before)
@@ -48,24 +46,25 @@ class Planner:
             self.strangers.add(member.name)
 
     def is_out(self, member: Member) -> None:
-        """Dead, or counts as dead; the membership knows it already."""
+        """The member is dead or counts as dead; the membership is already updated."""
         self.has_left(member.name)
         self.strangers.discard(member.name)
         if member.role == "server" and self._membership.formed:
-            self.moves = self._server_is_out = True  # also where it was a backup only: who lost it waits for our word
+            self.moves = self._server_is_out = True  # also for a backup: its primaries wait for the new replica sets
             if self.state.replica_sets_before:
                 self._seat_who_has_all(self.state.replica_sets_before)
             elif self._before is not None:
-                self._restore_replica_sets(self._before)  # of what it was to take over, others still have everything
+                # for slices that it was to take over, others still have everything
+                self._restore_replica_sets(self._before)
 
     def has_left(self, name: str) -> None:
-        """It asks for nothing any more."""
+        """The member has left: drops its requests."""
         self.entering.pop(name, None)
         self._stretches.pop(name, None)
         self.retiring.discard(name)
 
     def enter(self, name: str, incarnation: int, entry: int, phase: int = -1) -> Entered | None:
-        """A worker that takes part in no rounds is about to push; the place that it has already, if it asks again."""
+        """A worker outside of rounds is about to push. Returns its position if it asks again."""
         *known, place = self._places.get(name, (0, 0, None))
         if place is not None and known == [incarnation, entry]:
             return place
@@ -73,7 +72,7 @@ class Planner:
         return None
 
     def retire(self, name: str) -> None:
-        """A server wants to leave; not the last one, which has nobody to give its slices to."""
+        """A server asks to leave. The last one is refused, since no other server could take its slices."""
         staying = [server for server in self._membership.servers() if server not in self.retiring | {name}]
         if not staying and self.state.replica_sets:
             raise ConfigError(f"{name} is the last server: its slices cannot go anywhere")
@@ -82,20 +81,20 @@ class Planner:
         self.retiring.add(name)
 
     def _may_stay(self, name: str) -> bool:
-        """In a ring: its script has ended, and nobody wants it gone."""
+        """In a ring: its script has ended, and the job is not scaled down."""
         return self.state.config.is_ring and partner_of(name) in self.state.finished
 
     # -- what to do next ----------------------------------------------------------------------------------
 
     @property
     def is_urgent(self) -> bool:
-        """Whether there is to be a change at once, with the replica sets as they are."""
+        """Whether a reconfiguration is needed at once, with the current replica sets."""
         state = self.state
         due = state.fencing or self.entering or self.moves or state.lost or state.is_changing
         return bool(self._membership.servers() and due)
 
     def plan(self, sizes: Mapping[int, int], slices: Collection[int]) -> PlacementPlan:
-        """What to do about the replica sets of these slices, which have values."""
+        """Plans the replica sets of these slices, which have values."""
         state = self.state
         replica_sets = [replica_set for number, replica_set in state.replica_sets.items() if number in slices]
         servers = [name for name in self._membership.servers() if name not in self.strangers]
@@ -103,8 +102,8 @@ class Planner:
         replicas = len(hosts) if state.config.is_ring else max(1, state.config.replicas)
         leaving = self.retiring & set(hosts)
         if state.config.is_ring and any(leaving.issuperset(replica_set.names) for replica_set in replica_sets):
-            leaving = set()  # nobody seeds before the change: first those who stay get everything
-        if len(set(hosts) - leaving) < 2:  # others have died since they were let go
+            leaving = set()  # first the staying servers get everything; seeds come after this reconfiguration
+        if len(set(hosts) - leaving) < 2:  # other servers have died since
             leaving = {name for name in leaving if not self._may_stay(name)}
         found = plan(replica_sets, sizes, hosts, replicas=replicas, leaving=leaving)
         if state.config.is_ring and found.seeds:
@@ -115,14 +114,14 @@ class Planner:
         return found
 
     def relieved(self) -> list[str]:
-        """Servers that want to leave, and on which nothing is left."""
+        """Servers that asked to leave and host nothing."""
         seated = {name for replica_set in self.state.replica_sets.values() for name in replica_set.names}
         return sorted(self.retiring - seated)
 
     # -- one change ---------------------------------------------------------------------------------------
 
     def begin(self, wanted: PlacementPlan | None, sizes: Mapping[int, int]) -> Reconfiguration | None:
-        """The next generation, to be kept before any server hears of it; None: a plan has to wait."""
+        """The next generation, to be journaled before any server is told; None if the plan must wait."""
         state = self.state
         if wanted is not None:
             if self.is_urgent:
@@ -134,10 +133,10 @@ class Planner:
             self._seat(rehome(state.replica_sets.values(), sizes, self._membership.servers()))
             self.moves = True
         self._server_is_out = False
-        # From now on servers may count them: whoever dies while it enters has to be fenced.
+        # From now on servers may count them: a worker that dies while entering must be fenced.
         self.entering = {name: self.entering[name] for name in sorted(self.entering) if name in state.members}
         entering = {name: state.members[name].incarnation for name in self.entering}
-        staying = dict(state.entered)  # among them those who enter again
+        staying = dict(state.entered)  # including those that enter again
         state.entered.update(entering)
         state.generation += 1
         state.is_changing = True
@@ -162,19 +161,20 @@ class Planner:
         known.update((replica_set.slice, replica_set) for replica_set in replica_sets)
 
     def take_back(self) -> None:
-        """Somebody's open step could not be made again just now: the plan waits. To be kept."""
-        if self._before is not None:  # else a server has died just now, and that took it back
+        """An open step cannot be replayed now: the plan waits. Journal afterwards."""
+        if self._before is not None:  # else the death of a server has reverted it
             self._restore_replica_sets(self._before)
         self.moves = self.state.is_changing = self._server_is_out
 
     def _restore_replica_sets(self, before: Mapping[int, ReplicaSet]) -> None:
-        """No server has the new replica sets yet, but all may have prepared them: a backup that they do not name may
-        have missed updates since, and is none any more."""
+        """Reverts to the earlier replica sets. No server has installed the new ones, but all may have prepared
+        them: backups that they do not name may have missed updates and are dropped.
+        """
         kept = []
         for number, replica_set in before.items():
             now = self.state.replica_sets.get(number)
             if now is None:
-                continue  # its segment was taken back since
+                continue  # its segment was removed since
             kept.append(
                 ReplicaSet(
                     number, replica_set.primary, tuple(name for name in replica_set.backups if name in now.names)
@@ -183,8 +183,9 @@ class Planner:
         self._seat_again(before, kept)
 
     def _seat_who_has_all(self, before: Mapping[int, ReplicaSet]) -> None:
-        """In a ring, where a change was not finished: who it was to bring in may lack something, who was to leave may
-        have let go of it already. All others have everything."""
+        """In a ring with an unfinished reconfiguration: joining servers may be incomplete, and leaving servers may
+        have dropped their state. All others have everything.
+        """
         both = [
             (number, [name for name in self.state.replica_sets[number].names if name in replica_set.names])
             for number, replica_set in before.items()
@@ -203,14 +204,16 @@ class Planner:
         state.lost = lost + [number for number in state.lost if number not in before]  # registered since then
 
     def install(self, change: Reconfiguration) -> tuple[Install, list[Loss]]:
-        """All servers have answered: what they are to install, and what is outside of what is promised."""
+        """All servers have answered: the Install message, and the losses beyond what is guaranteed."""
         self._before = None
         losses = [loss for loss in change.torn() if loss not in self._said]
         self._said.update(losses)
         return change.install(self._membership.ordered()), losses
 
     def settle(self, change: Reconfiguration) -> None:
-        """Every server has the generation. To be kept; then others are given rounds, barriers and places."""
+        """Every server has installed the generation. Journal afterwards; then release rounds, barriers and
+        entries.
+        """
         state = self.state
         state.replica_sets_before = {}
         clocks = {(name, incarnation): clock for name, incarnation, clock in change.settle()}
@@ -218,16 +221,16 @@ class Planner:
             if state.fencing.get(name, (0, ""))[0] == incarnation:
                 del state.fencing[name]
             last, commits = state.settled.get(name, (0, 0))
-            if incarnation > last:  # a change that could not be kept is settled again
+            if incarnation > last:  # a reconfiguration that could not be journaled is settled again
                 state.settled[name] = (incarnation, commits + clocks.get((name, incarnation), 0))
         state.is_changing = self._server_is_out
 
     def reopen(self) -> None:
-        """It could not be kept: the change is made once more."""
+        """Journaling failed: the reconfiguration is repeated."""
         self.state.is_changing = True
 
     def finish(self, change: Reconfiguration) -> dict[str, Entered]:
-        """It is kept: who has entered, and where."""
+        """It is journaled: the workers that have entered, and their positions."""
         self.moves = self._server_is_out
         entered = [name for name in change.entering if name in self.state.entered and name in self.entering]
         places = {name: place for name, place in change.places().items() if name in entered}
@@ -236,20 +239,20 @@ class Planner:
         return places
 
 
-#: Where primaries change a hold lasts so many times longer: who has installed the change drops what is open, so who
-#: has not must not go on meanwhile.
+#: Holds last this much longer if primaries change: servers that have installed it drop open commits, so others must
+#: not go on.
 MOVE_TIMES = 10.0
 
 
 class Loss(NamedTuple):
-    """What is outside of what is promised: whose steps it is about, where that is known, and what, in words."""
+    """A loss beyond what is guaranteed: the affected worker, if known, and a description."""
 
     workers: tuple[Identity, ...]
     text: str
 
 
 class Reconfiguration:
-    """One step from a generation to the next, as the coordinator takes it."""
+    """One step from a generation to the next."""
 
     def __init__(
         self,
@@ -264,14 +267,15 @@ class Reconfiguration:
         phase: int = 0,
         stretches: Mapping[str, int] | None = None,
     ) -> None:
-        """`servers` with their incarnations; `staying`: workers that take part already; `phase`: the one that the
-        last barrier began; `phases`: of the loops that those who enter are in."""
+        """`servers` with their incarnations; `staying`: workers that already take part; `phase`: begun by the last
+        barrier; `stretches`: phases of the loops of entering workers.
+        """
         self.generation, self.servers = generation, dict(sorted(servers.items()))
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.replica_sets, self.moves = list(replica_sets), moves
         self.staying, self.phase, self._stretches = dict(staying or {}), phase, dict(stretches or {})
         self._answers: dict[str, Prepared] = {}
-        #: By worker: its clock at some boundary of its script, and its commits between two of them.
+        #: By worker: its clock at a boundary, and its commits between two boundaries.
         self.boundaries: dict[str, tuple[int, int]] = {}
 
     def prepare(self) -> Prepare:
@@ -280,7 +284,7 @@ class Reconfiguration:
         )
 
     def prepared(self, server: str, answer: Prepared) -> bool:
-        """Whether this was the last answer that was missing."""
+        """Takes a server's answer. Returns whether all have answered."""
         self._answers[server] = answer
         return len(self._answers) == len(self.servers)
 
@@ -289,13 +293,13 @@ class Reconfiguration:
         return sum(answer.num_orphans for answer in self._answers.values())
 
     def settle(self) -> list[tuple[str, int, int]]:
-        """Up to which clock a worker's commits count: the highest that any server has committed, or any copy has.
+        """The clock up to which a worker's commits count: the highest that any server has committed or any copy has.
 
-        Of the fenced ones; of all, where primaries change: what is staged does not move along with a slice.
+        For fenced workers; for all workers if primaries change, since staged bytes do not move with a slice.
         """
         found, applied = [], self._applied()
         held = [answer.holds for answer in self._answers.values() if answer.holds is not None]
-        if held:  # in a ring: what all survivors have, or can come to
+        if held:  # in a ring: what all survivors have or can reach
             reached = settled_by([{(n, i): clock for n, i, clock in answer} for answer in held])
             return [(n, i, reached.get((n, i), 0)) for n, i in {**self.staying, **self.fenced}.items()]
         settled = {**self.staying, **self.fenced} if self.moves else self.fenced
@@ -305,7 +309,7 @@ class Reconfiguration:
         return found
 
     def _applied(self) -> dict[Identity, int]:
-        """Of every worker the latest step that is on any copy of any slice."""
+        """Every worker's latest step on any copy of any slice."""
         found: dict[Identity, int] = {}
         for answer in self._answers.values():
             for name, incarnation, clock in answer.clocks:
@@ -313,9 +317,9 @@ class Reconfiguration:
         return found
 
     def torn(self) -> list[Loss]:
-        """Workers that are out of whose last steps some slices have one that others cannot come to.
+        """Removed workers whose last step is on some slices while others cannot reach it.
 
-        What is committed and open, on all slices, is no loss: it waits for its round, or nobody has it.
+        A step that is open on all slices is no loss: it waits for its round, or is dropped everywhere.
         """
         applied, lacking = self._applied(), set()
         if any(answer.holds is not None for answer in self._answers.values()):
@@ -333,54 +337,55 @@ class Reconfiguration:
         ]
 
     def _speaking(self) -> list[Prepared]:
-        """Before anything is registered, all; then those that hear of commits."""
+        """Before any registration: all servers; then those that receive commits."""
         return [answer for answer in self._answers.values() if answer.is_primary or not self.replica_sets]
 
     def _standings(self) -> list[Standing]:
         return [standing for answer in self._speaking() for standing in answer.standings]
 
     def turn(self) -> tuple[int, int]:
-        """The highest round that any server has opened; behind a barrier, none yet."""
+        """The highest round that any server has opened; after a barrier, none yet."""
         return max(next_turn(self._standings()), (self.phase, 0))
 
     def back_at(self) -> int:
-        """Beside the slowest: the same place on every server. While all rest, beside the one that is furthest: who
-        comes back first would else wait for all the steps that lie between."""
+        """The position next to the slowest worker, the same on every server. While all rest, next to the most
+        advanced one; otherwise a returning worker would wait for all the steps in between.
+        """
         return max((_slowest(answer.standings) for answer in self._speaking()), default=0)
 
     def standings(self) -> list[Standing]:
-        """What every server counts from now on: those who enter; all, where primaries change."""
+        """The standings for all servers: of entering workers, or of all if primaries change."""
         stay = merged(answer.standings for answer in self._speaking())
         entering = [self._placed(stay.get(name), name, life) for name, life in self.entering.items()]
         if not self.moves:
             return entering
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
-        # Every server that knew where they stand is gone: their next commits are the first of a new count.
+        # All servers that knew their standings are gone: their next commits start a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}
         anew = [Standing(n, i, phase=-1) for n, i in self.staying.items() if (n, i) not in known]
         return kept + entering + anew
 
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
-        """Its next commit is in the round after all that were opened; its clock goes on, where it was away.
+        """The standing of an entering worker: its next commit is in the round after all open ones.
 
-        Who is in a loop is beside those in it: others may have left it, and be in a later one.
+        A worker in a loop joins the others in that loop; some may have left it for a later one.
         """
         clock = known.clock if known is not None and known.incarnation == incarnation else 0
         phase, number = self.turn()
         own = self._stretches.get(name, -1)
         if self.phase <= own < phase + LOOP:
-            # Not at the loop's end, also where all others are there: from there nobody could pause in this loop.
+            # Not at the loop's end, even if all others are there: from there no worker could pause in this loop.
             beside = [s for s in self._standings() if s.phase // LOOP == own // LOOP and not (s.left or s.fenced)]
             inside = [s.turn() for s in beside if not has_left_loop(s)]
             phase, number = max(inside, default=(own // LOOP * LOOP, 0))
         return Standing(name, incarnation, clock, phase, clock - number, position=self.back_at())
 
     def rolls(self) -> list[RoundMembership]:
-        """With spare workers: what any server knows of who is in the last rounds, every one is to know."""
+        """With spare workers: all round memberships known to any server."""
         return RoundMemberships(roll for answer in self._answers.values() for roll in answer.rolls).entries()
 
     def places(self) -> dict[str, Entered]:
-        """For those who enter: the phase of their next commits, or where beside the slowest."""
+        """For entering workers: the phase of their next commits, or their position."""
         back_at, step = self.back_at(), self.step()
         return {
             s.name: Entered(s.phase, back_at, step, self._num_void(s))
@@ -389,19 +394,20 @@ class Reconfiguration:
         }
 
     def _num_void(self, entering: Standing) -> int:
-        """Scripts with several optimizers make several commits of a batch. One that enters begins a batch: so many
-        rounds are left until the others do."""
+        """Scripts with several optimizers make several commits per batch. The number of rounds until the others
+        begin a batch, as the entering worker does.
+        """
         phase, number = entering.turn()
         for s in self._standings():
             boundary, stride = self.boundaries.get(s.name, (0, 0))
             is_beside = s.turn()[0] == phase and not (s.left or s.fenced or s.inactive or s.name in self.entering)
             if stride > 1 and is_beside:
-                made = s.clock + number - s.turn()[1]  # by that one, when the first round of this one begins
+                made = s.clock + number - s.turn()[1]  # of that worker, when this one's first round begins
                 return (boundary - made) % stride
         return 0
 
     def step(self) -> int:
-        """The job's steps before the next round that is opened: those that are applied, and those that are open."""
+        """The job's steps before the next round: applied and open ones."""
         applied = max((answer.num_updates for answer in self._answers.values()), default=0)
         return applied + max((answer.num_open for answer in self._answers.values()), default=0)
 
@@ -416,10 +422,10 @@ def _slowest(standings: Iterable[Standing]) -> int:
 
 
 def next_turn(standings: Iterable[Standing]) -> tuple[int, int]:
-    """The highest round that any server has opened, of all these standings.
+    """The highest open round of all these standings.
 
-    Of those who have left their loop only when there are no others: a round at the loop's end would wait for whoever
-    is still in the loop, and they, for the end of the epoch, maybe for it.
+    Workers that have left their loop count only if there are no others: a round at the loop's end would wait for
+    workers still in the loop, which may wait for it.
     """
     known = list(standings)
     inside = [s.turn() for s in known if not has_left_loop(s)]

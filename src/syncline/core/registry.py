@@ -1,4 +1,4 @@
-"""Registrations: the chief's make the layout, the others' are held against it."""
+"""Registrations: the chief's define the layout; the others' are compared with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncline.errors import LayoutError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegistrationDecision:
-    """What to do with a registration, and why."""
+    """The decision on a registration, and why."""
 
     kind: Literal["known", "create", "wait"]
     reason: str
@@ -26,7 +26,7 @@ class Registry:
 
     def __init__(self, servers: Sequence[str], slice_bytes: int) -> None:
         self.layout = Layout()
-        self.ready: set[int] = set()  # segments whose first values are on the servers
+        self.ready: set[int] = set()  # segments with initial values on the servers
         self.replica_sets: dict[int, ReplicaSet] = {}
         self.servers, self._slice_bytes = list(servers), slice_bytes
         self.sizes: dict[int, int] = {}  # of slices
@@ -40,7 +40,7 @@ class Registry:
         rules: Sequence[RuleSpec],
         reduce: str,
     ) -> RegistrationDecision:
-        """Known: go on. Create: a new segment. Wait: the chief has not registered this yet."""
+        """Known: continue. Create: a new segment. Wait: the chief has not registered this yet."""
         segment = arrange(
             parameters,
             [spec.rule() for spec in rules],
@@ -65,12 +65,12 @@ class Registry:
         return RegistrationDecision("wait", f"the chief has not registered {names} yet")
 
     def segments_with(self, parameters: Sequence[Parameter]) -> list[Segment]:
-        """All segments up to the last that has any of these; one that comes after it may not be hosted yet."""
+        """All segments up to the last one with any of these parameters; later ones may not be hosted yet."""
         last = max(self.layout.where[p.name][0].index for p in parameters)
         return self.layout.segments[: last + 1]
 
     def take_back(self, segment: Segment) -> None:
-        """A segment could not be hosted, and nobody has heard of it: as if it had not been registered."""
+        """A segment could not be hosted, and no worker was told: undoes its registration."""
         if self.layout.segments and self.layout.segments[-1] is segment:
             for part in self.layout.drop_last().slices:
                 del self.replica_sets[part.id], self.sizes[part.id]
@@ -89,7 +89,7 @@ class Registry:
                 self.layout.check_complete(known, parameters, who)
 
     def _check_rules(self, who: str, parameters: Sequence[Parameter], rules: Sequence[RuleSpec], reduce: str) -> None:
-        """The numbers of a rule may differ, the rule may not: what is pushed would mean something else."""
+        """The numbers of a rule may differ, the rule may not: a push would mean something else."""
         for parameter in parameters:
             segment, index = self.layout.where[parameter.name]
             known, given = segment.rule_of(segment.parameters[index]).name, rules[parameter.group].name
@@ -113,11 +113,11 @@ class Registry:
         return placed
 
     def use_slices_of(self, num_bytes: int) -> None:
-        """About how large slices are from now on."""
+        """Sets the target size of slices."""
         self._slice_bytes = num_bytes
 
     def restore(self, segment: Segment, replica_sets: Iterable[ReplicaSet] = ()) -> None:
-        """A segment that has its slices: placed now, or by an earlier life of this coordinator."""
+        """Adds a placed segment: a new one, or one from the journal."""
         self.layout.add(segment)
         self.sizes.update((part.id, part.num_bytes) for part in segment.slices)
         self.replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)

@@ -1,7 +1,7 @@
-"""Seats: which servers have a slice, as its primary and as its backups, and how replica sets change.
+"""Replica sets: the primary and backups of each slice, and how they change.
 
-A slice moves by getting a backup where it is to go (a *seed*: all of it, then every update) and by that backup's
-becoming the primary. So there is one way for a lost backup, a server that comes and one that goes.
+To move a slice, the target becomes a backup (a *seed*: a full copy, then every update), then the primary. The same
+mechanism replaces a lost backup, fills a new server and empties a leaving one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 
 from syncline.core.units import counted
 
-#: Primaries are moved only when one server has this much more than another, in slices of the largest size.
+#: Primaries move only if servers differ by this much, in slices of the largest size.
 WORTH_A_MOVE = 2.0
 
 
 class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
-    """The servers of one slice. No primary, "": it is lost, and comes back from a worker's copy."""
+    """The servers of one slice. No primary (""): the slice is lost and is restored from a worker's copy."""
 
     slice: int
     primary: str
@@ -27,12 +27,12 @@ class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that have it."""
+        """All servers that have it."""
         return (self.primary, *self.backups) if self.primary else self.backups
 
 
 class SeedMove(msgspec.Struct, frozen=True):
-    """A slice to be given a backup, by its primary."""
+    """A slice whose primary must seed a backup."""
 
     slice: int
     source: str
@@ -41,7 +41,7 @@ class SeedMove(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """What to do next about the replica sets, and why: seeds first, then these replica sets."""
+    """The next step towards the wanted replica sets, and why: first the seeds, then the replica sets."""
 
     seeds: tuple[SeedMove, ...]
     replica_sets: tuple[ReplicaSet, ...]
@@ -53,8 +53,7 @@ class PlacementPlan:
 
 
 def without(replica_sets: Iterable[ReplicaSet], gone: Collection[str]) -> tuple[list[ReplicaSet], list[int]]:
-    """The replica sets after these servers' deaths, backups in the place of primaries; and the slices that nobody
-    has."""
+    """The replica sets after these servers' deaths, with backups promoted; and the lost slices."""
     after, lost = [], []
     for replica_set in replica_sets:
         backups = tuple(name for name in replica_set.backups if name not in gone)
@@ -68,7 +67,7 @@ def without(replica_sets: Iterable[ReplicaSet], gone: Collection[str]) -> tuple[
 
 
 def _promoted(backups: tuple[str, ...], number: int) -> tuple[str, tuple[str, ...]]:
-    """One of them in the place of the primary: where there are several, what one had is spread over all."""
+    """Promotes a backup. With several, the load of the dead server is spread over all."""
     if not backups:
         return "", ()
     chosen = backups[number % len(backups)]
@@ -78,7 +77,7 @@ def _promoted(backups: tuple[str, ...], number: int) -> tuple[str, tuple[str, ..
 def rehome(
     replica_sets: Iterable[ReplicaSet], sizes: Mapping[int, int], servers: Collection[str]
 ) -> list[ReplicaSet]:
-    """A primary for every slice that has none, where there is the least so far."""
+    """Assigns a primary to every slice without one: the server with the least load."""
     replica_sets = list(replica_sets)
     loads = dict.fromkeys(sorted(servers), 0)
     for replica_set in replica_sets:
@@ -102,10 +101,10 @@ def plan(
     replicas: int,
     leaving: Collection[str] = (),
 ) -> PlacementPlan:
-    """What brings the replica sets nearer to what they should be; nothing, when they are so.
+    """The next step towards the wanted replica sets; empty if there is none.
 
-    `hosts`: the live servers and where they are. First those who leave are relieved, then every slice gets its
-    backup, then primaries are made even.
+    `hosts`: the live servers and their hosts. First leaving servers are emptied, then every slice gets its backups,
+    then primaries are balanced.
     """
     replica_sets = list(replica_sets)
     staying = [server for server in sorted(hosts) if server not in leaving]
@@ -120,7 +119,7 @@ def plan(
 
 
 class _Loads:
-    """Bytes by server: all that it has, and as primary."""
+    """Bytes by server: in total, and as primary."""
 
     def __init__(self, replica_sets: Iterable[ReplicaSet], sizes: Mapping[int, int], staying: Iterable[str]) -> None:
         self.all: dict[str, int] = dict.fromkeys(staying, 0)
@@ -137,7 +136,7 @@ class _Loads:
         return min(names, key=lambda name: (self.all[name], name), default="")
 
     def choose_backup(self, replica_set: ReplicaSet, hosts: Mapping[str, str]) -> str:
-        """Another server, on another host where there is one, with the least so far; "" when there is none."""
+        """The server with the least load, on another host if possible; "" if there is none."""
         others = [name for name in self.all if name not in replica_set.names]
         elsewhere = [name for name in others if hosts[name] != hosts[replica_set.primary]]
         return self.least(elsewhere or others)
@@ -155,7 +154,7 @@ def _relieve(
         elif replica_set.primary in leaving and replica_set.backups:
             after.append(
                 ReplicaSet(replica_set.slice, replica_set.primary)
-            )  # all leave: first nobody counts on the others any more
+            )  # all leave: first remove the other backups
         elif replica_set.primary in leaving:
             target = loads.least(loads.all)
             loads.all[target] += sizes[replica_set.slice]
@@ -192,7 +191,7 @@ def _even(
     replica_sets: list[ReplicaSet], sizes: Mapping[int, int], hosts: Mapping[str, str], loads: _Loads, replicas: int,
     leaving: frozenset[str],
 ) -> PlacementPlan:  # fmt: skip
-    """Some primaries of the fullest server go to the emptiest: by a swap with their backup there, else by a seed."""
+    """Moves primaries from the fullest server to the emptiest: by swapping with a backup there, else by a seed."""
     if not replica_sets or len(loads.primary) < 2:
         return PlacementPlan((), (), "")
     fullest = max(loads.primary, key=lambda name: loads.primary[name])
@@ -212,7 +211,7 @@ def _even(
                 others = tuple(name for name in replica_set.backups if name != emptiest)
                 after.append(ReplicaSet(replica_set.slice, emptiest, (fullest, *others)))
             elif replica_set.backups:
-                continue  # it would need one more copy there first: whoever is its backup is asked before
+                continue  # it needs one more copy there first; slices with a backup there come first
             else:
                 seeds.append(SeedMove(replica_set.slice, fullest, emptiest))
                 after.append(ReplicaSet(replica_set.slice, emptiest))
@@ -231,15 +230,15 @@ def by_source(seeds: Iterable[SeedMove]) -> dict[tuple[str, str], list[int]]:
 
 
 def protection(replicas: int, hosts: Iterable[str], replica_sets: Collection[ReplicaSet] = ()) -> str:
-    """What the death of a server would cost. `hosts`: of each server; `replica_sets`: as they are now."""
+    """What the death of a server would cost. `hosts`: of each server; `replica_sets`: the current ones."""
     if replicas < 2:
-        return (
-            "1 replica: if a server dies, its parameters come back from a worker's copy, and the optimizer's state "
-            "(momenta) and the newest updates are lost; with -s 2 --replicas 2 nothing is"
-        )
+        return "if a server dies, its newest updates and optimizer state are lost; -s 2 --replicas 2 keeps them"
     alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:
-        have, they = ("has", "it lives as long as its") if alone == 1 else ("have", "they live as long as their")
-        return f"2 replicas, but {alone} of {counted(len(replica_sets), 'slice')} {have} no backup now: {they} server"
-    reach = "" if len(set(hosts)) > 1 else " (process-level only: all servers are on one host)"
-    return f"2 replicas, acknowledged by both: the loss of any one server costs nothing{reach}"
+        have, them = ("has", "it") if alone == 1 else ("have", "them")
+        return (
+            f"{alone} of {counted(len(replica_sets), 'slice')} {have} no backup now; a server's death can lose {them}"
+        )
+    if len(set(hosts)) > 1:
+        return "survives the death of any one server; the loss of a whole host can tear one step"
+    return "survives the death of any one server, but not of this host: all servers are on it"

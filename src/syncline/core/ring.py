@@ -1,4 +1,4 @@
-"""A ring: every worker's process has a server in it, which has every slice. What follows, and what it excludes."""
+"""Rings: every worker's process has a server with every slice. The settings that follow, and the exclusions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from syncline.core.slice_state import Identity
 from syncline.core.units import counted
 from syncline.errors import ConfigError
 
-#: On a GPU nothing is spread over cores, and every slice has its price: what is usual there.
+#: The usual slice size on a GPU: nothing is spread over cores, and every slice costs time.
 NCCL_SLICE_BYTES, _USUAL_BYTES = 1 << 30, JobConfig().slice_bytes
-#: What follows from the number of workers in a ring, and is not said.
+#: Settings that follow from the number of workers in a ring.
 _FOLLOWS = {"servers": "-s", "replicas": "--replicas", "ack": "--ack"}
 
 
 def partner_of(name: str) -> str:
-    """The other member of the same process: server-3 of worker-3, and the other way round."""
+    """The other member of the same process: server-3 for worker-3 and vice versa."""
     role, _, number = name.rpartition("-")
     return f"{'server' if role == 'worker' else 'worker'}-{number}"
 
 
 def ring_settings(config: JobConfig) -> dict[str, Any]:
-    """What follows in a ring from its number of workers: as many servers, each with every slice."""
+    """The settings that follow in a ring from its number of workers: as many servers, each with every slice."""
     large = {"slice_bytes": NCCL_SLICE_BYTES} if config.sums == "nccl" and config.slice_bytes == _USUAL_BYTES else {}
     if max(config.workers, config.most_workers) < 2:
         return {"servers": 1, "replicas": 1, "ack": "memory", **large}
@@ -39,7 +39,7 @@ def ring_settings(config: JobConfig) -> dict[str, Any]:
 
 
 def check_said(said: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what was said besides a ring, and follows from it."""
+    """Raises ConfigError for settings that follow from a ring but were given."""
     if said.get("exchange") != "ring":
         return
     for key, option in _FOLLOWS.items():
@@ -52,7 +52,7 @@ def check_said(said: Mapping[str, Any]) -> None:
 
 
 def check_ring(config: JobConfig) -> None:
-    """Raises ConfigError for what a ring cannot do, with what to say instead."""
+    """Raises ConfigError for what a ring cannot do, with the alternative."""
     if not config.is_ring:
         if config.sums != "ours":
             raise ConfigError(
@@ -60,7 +60,7 @@ def check_ring(config: JobConfig) -> None:
                 "leave --sums out"
             )
         return
-    _check_circle(config)
+    _check_process_group(config)
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
@@ -80,9 +80,9 @@ def check_ring(config: JobConfig) -> None:
         )
 
 
-def _check_circle(config: JobConfig) -> None:
+def _check_process_group(config: JobConfig) -> None:
     for option, name in (("--codec", config.codec), ("--pull-codec", config.pull_codec)):
-        if config.has_circle and name not in NONE:
+        if config.has_process_group and name not in NONE:
             raise ConfigError(
                 f"--sums {config.sums} and {option} {name} exclude each other: {config.sums} carries gradients as "
                 f"they are; leave {option} out, or say --sums ours"
@@ -93,11 +93,12 @@ def _check_circle(config: JobConfig) -> None:
         )
 
 
-def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
-    """Raises ConfigError where gloo or nccl would speak between hosts, and nobody has said that it may. `hosts`: of
-    each server."""
+def check_process_group_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
+    """Raises ConfigError if gloo or nccl would connect several hosts without --trust-network. `hosts`: of each
+    server.
+    """
     found = sorted(set(hosts))
-    if config.has_circle and len(found) > 1 and not config.trust_network:
+    if config.has_process_group and len(found) > 1 and not config.trust_network:
         raise ConfigError(
             f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
             "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which encrypts"
@@ -105,17 +106,17 @@ def check_circle_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
 
 
 def trust_told(config: JobConfig, hosts: Iterable[str]) -> str:
-    """What somebody has allowed by --trust-network, where it counts. `hosts`: of each server."""
+    """What --trust-network allows in this job, if it matters. `hosts`: of each server."""
     found = sorted(set(hosts))
-    if not config.has_circle or len(found) < 2:
+    if not config.has_process_group or len(found) < 2:
         return ""
     return (
         f"--trust-network: {config.sums} speaks between {', '.join(found)} in the clear, and to anyone who connects"
     )
 
 
-def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
-    """Raises ConfigError where workers of one host would have no GPU of their own."""
+def check_process_group_gpus(config: JobConfig, num_workers: int, num_gpus: int, where: str = "this machine") -> None:
+    """Raises ConfigError if workers of one host would share a GPU."""
     if config.sums == "nccl" and num_gpus < num_workers:
         raise ConfigError(
             f"--sums nccl needs a GPU for every worker; {where} has {counted(num_gpus, 'GPU')} for "
@@ -124,25 +125,22 @@ def check_circle_gpus(config: JobConfig, num_workers: int, num_gpus: int, where:
 
 
 def protection_of(config: JobConfig, hosts: Iterable[str], replica_sets: Collection[ReplicaSet] = ()) -> str:
-    """What a death would cost, in either exchange. `hosts`: of each server; `replica_sets`: as they are now."""
+    """What a death would cost, in either exchange. `hosts`: of each server; `replica_sets`: the current ones."""
     hosts = list(hosts)
     if not config.is_ring:
         return protection(config.replicas, hosts, replica_sets)
     if len(hosts) < 2:
-        return "a ring of 1 worker: nobody else has a copy of its parameters and momenta"
+        return "no other process has a copy of the model: if the worker dies, training restarts from a checkpoint"
     alone = sum(not replica_set.backups for replica_set in replica_sets)
     if alone:
-        return f"a ring, but {alone} of {counted(len(replica_sets), 'slice')} are in one process only now"
-    reach = "" if len(set(hosts)) > 1 else " (process-level only: all are on one host)"
-    return (
-        f"a ring of {len(hosts)} workers, each of which has everything: the loss of any process but the last costs "
-        f"nothing{reach}"
-    )
+        return f"{alone} of {counted(len(replica_sets), 'slice')} are in one process only now; its death loses them"
+    if len(set(hosts)) > 1:
+        return "survives the death of all workers but one; the loss of a whole host can tear one step"
+    return "survives the death of all workers but one, but not of this host: all workers are on it"
 
 
 class Ballot(msgspec.Struct, frozen=True, array_like=True):
-    """A round that is voted on: since which change of replica sets, and one of its commits, which is in no other
-    round."""
+    """A round that is voted on: the generation of the replica sets, and one of its commits, which identifies it."""
 
     generation: int
     worker: str
@@ -155,7 +153,7 @@ def ballot_of(generation: int, commits: Iterable[tuple[str, int, int]]) -> Ballo
 
 
 class Votes:
-    """Who has voted for what, at one server."""
+    """The votes known to one server."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -163,17 +161,17 @@ class Votes:
         self._votes: dict[Ballot, set[str]] = {}
 
     def begin(self, generation: int, voters: Collection[str]) -> None:
-        """Seats have changed: what was voted on before is settled otherwise; others may have begun before us."""
+        """Replica sets have changed: drops earlier votes. Other servers may have begun before us."""
         self.generation, self.voters = generation, frozenset(voters)
         self._votes = {ballot: votes for ballot, votes in self._votes.items() if ballot.generation >= generation}
 
     def vote(self, ballot: Ballot, server: str) -> None:
-        """Said again it changes nothing; of a generation that is over, nothing counts."""
+        """Adds a vote. Idempotent; votes of past generations do not count."""
         if ballot.generation >= self.generation:
             self._votes.setdefault(ballot, set()).add(server)
 
     def missing(self, ballot: Ballot) -> list[str]:
-        """Whose votes there are not yet."""
+        """The servers that have not voted."""
         return sorted(self.voters - self._votes.get(ballot, set()))
 
     def is_decided(self, ballot: Ballot) -> bool:
@@ -184,24 +182,24 @@ class Votes:
 
 
 def settled_by(held: Iterable[Mapping[Identity, int]]) -> dict[Identity, int]:
-    """Up to which clock every worker's commits count, from what each survivor has applied or holds."""
+    """Every worker's clock up to which commits count, from what each survivor has applied or holds."""
     answers = list(held)
     workers = {worker for answer in answers for worker in answer}
     return {worker: min(answer.get(worker, 0) for answer in answers) for worker in workers}
 
 
 class Spread:
-    """Of one job."""
+    """Which slices of a job are spread."""
 
     def __init__(self, config: JobConfig, codecs: Codecs) -> None:
-        self._is_ring, self._is_tcp = config.is_ring and not config.has_circle, config.transport == "tcp"
+        self._is_ring, self._is_tcp = config.is_ring and not config.has_process_group, config.transport == "tcp"
         self._push, self.sums = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
 
     def of(
         self, parts: Iterable[tuple[Segment, Slice]], replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]
     ) -> frozenset[int]:
-        """The slices that are spread. `hosts`: of the servers, by name."""
-        if not self._is_ring:  # of a process group, every server sums up by itself anyway
+        """The spread slices. `hosts`: of the servers, by name."""
+        if not self._is_ring:  # with a process group every server computes all sums anyway
             return frozenset()
         return frozenset(part.id for segment, part in parts if self._is_spread(segment, part, replica_sets, hosts))
 
@@ -218,12 +216,12 @@ class Spread:
 
 
 def _num_bytes(coder: SliceCoder | None, segment: Segment, part: Slice) -> int:
-    """Of one push or sum of this slice, at most."""
+    """The maximal size of a push or sum of this slice."""
     return part.num_bytes if coder is None else coder.bound(segment, part)
 
 
 class HostLeaders:
-    """Of one generation."""
+    """The host leaders of one generation."""
 
     def __init__(self, replica_sets: Mapping[int, ReplicaSet], hosts: Mapping[str, str]) -> None:
         """`hosts`: of the servers, by name."""
@@ -231,11 +229,11 @@ class HostLeaders:
         self._known: dict[int, dict[str, str]] = {}
 
     def host_of(self, name: str) -> str:
-        """Of a server, or of a worker by the server in its process; "": it has no replica set."""
+        """The host of a server, or of a worker by its server; "" if it is in no replica set."""
         return self._hosts.get(name if name in self._hosts else partner_of(name), "")
 
     def of(self, number: int) -> dict[str, str]:
-        """By host, in the order of hosts."""
+        """The host leader of each host for this slice, ordered by host."""
         found = self._known.get(number)
         if found is None:
             replica_set = self._replica_sets.get(number)
@@ -249,12 +247,12 @@ class HostLeaders:
         return replica_set.primary if replica_set is not None else ""
 
     def carries(self, sender: str, number: int, to: str) -> bool:
-        """Whether this server gives that one its host's sum of a slice: a host leader, the primary."""
+        """Whether `sender` sends `to` its host's sum of a slice: a host leader to the primary."""
         host = self.host_of(sender)
         return self.primary(number) == to and host != self.host_of(to) and self.of(number).get(host) == sender
 
     def gives(self, sender: str, number: int, to: str) -> bool:
-        """Whether it gives it the sum of all: the primary a host leader, a host leader its neighbours."""
+        """Whether `sender` sends `to` the total: the primary to a host leader, a host leader to its local peers."""
         host_leader, primary = self.of(number).get(self.host_of(to)), self.primary(number)
         return to not in ("", primary) and sender == (primary if host_leader == to else host_leader)
 
@@ -267,11 +265,17 @@ class HostLeaders:
 def host_leaders_of(
     config: JobConfig, replica_sets: Mapping[int, ReplicaSet], members: Iterable[Member]
 ) -> HostLeaders | None:
-    """None where sums go straight: of a lone worker, of two on two hosts, on one host without cores to spare, without
-    shared memory, with a codec, or where torch.distributed adds up. All members come to the same by
-    the replica sets, and by what the roster says of who is in them."""
+    """None if sums go directly to the primary: with one worker, with two on two hosts, on one host without spare
+    cores, without shared memory, with a codec, or with a process group. All members decide the same from the
+    replica sets and the roster.
+    """
     codecs = (config.codec, config.pull_codec)
-    if not config.is_ring or config.has_circle or config.transport == "tcp" or any(c not in NONE for c in codecs):
+    if (
+        not config.is_ring
+        or config.has_process_group
+        or config.transport == "tcp"
+        or any(c not in NONE for c in codecs)
+    ):
         return None
     names = {name for replica_set in replica_sets.values() for name in replica_set.names}
     seated = {member.name: member for member in members if member.name in names}
@@ -283,8 +287,9 @@ def host_leaders_of(
 
 
 def _have_cores_to_spare(seated: Collection[Member]) -> bool:
-    """Whether sums are made by cores that are idle while backward goes on: of one host's, two for each process. With
-    fewer, sums and backward would only take turns, and straight is less work."""
+    """Whether idle cores can make sums during backward: two cores per process on one host. With fewer, sums and
+    backward would take turns, and direct sums are less work.
+    """
     return all(member.num_cores >= (2 if member.cores else 2 * len(seated)) for member in seated)
 
 
@@ -292,7 +297,8 @@ def _deputies(replica_set: ReplicaSet, hosts: Mapping[str, str]) -> dict[str, st
     by_host: dict[str, list[str]] = {}
     for name in sorted(replica_set.names, key=by_name):
         by_host.setdefault(hosts.get(name, ""), []).append(name)
-    # As even as primaries are, whoever has how many workers: by the primary's place on its own host, and in turn.
+    # As balanced as the primaries, whatever the number of workers per host: by the primary's index on its host, in
+    # turn.
     turn = by_host[hosts.get(replica_set.primary, "")].index(replica_set.primary) + replica_set.slice // len(
         replica_set.names
     )

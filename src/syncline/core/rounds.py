@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Commit(NamedTuple, Generic[T]):
-    """One worker's commit, with whatever the caller needs to apply and answer it."""
+    """One worker's commit, with the caller's data for applying and answering it."""
 
     worker: str
     incarnation: int
@@ -25,7 +25,7 @@ class Commit(NamedTuple, Generic[T]):
 
 
 class Verdict(NamedTuple, Generic[T]):
-    """What follows from an event: the rounds to apply now, in order, and why (not)."""
+    """The result of an event: the rounds to apply now, in order, and the reason."""
 
     kind: Literal["new", "open", "already applied", "late"]
     apply: tuple[tuple[Commit[T], ...], ...]
@@ -33,27 +33,28 @@ class Verdict(NamedTuple, Generic[T]):
 
     @property
     def reason(self) -> str:
-        """In words; put together when somebody asks, since nearly nobody does."""
+        """The reason in words; built on demand, since it is rarely needed."""
         return self.why()
 
 
-#: Of segments: more than there ever are.
+#: More segments than any job has.
 ALL = 1 << 62
 #: Name, incarnation, clock.
 Entry = tuple[str, int, int]
 
 
 class RoundMembership(msgspec.Struct, frozen=True, array_like=True):
-    """A round that was closed: its place among all, whose commits are in it, and who was late by it."""
+    """The membership of a closed round: its turn, the commits in it, and those that were late for it."""
 
     phase: int
     number: int  # within the phase
     members: list[Entry]
     late: list[Entry] = []
-    # Members that had registered fewer segments than others of them, and how many: what was new to them then, and the
-    # servers of it, they have told nothing.
+    # Members that had registered fewer segments than others, and how many: they have sent nothing to the servers of
+    # newer segments.
     told_less: list[tuple[str, int]] = []
-    # The round before, where nobody is left who could say that all servers have it: it comes first everywhere.
+    # The round before, if no member is left who could confirm that all servers have it: it must come first
+    # everywhere.
     before: RoundMembership | None = None
 
     @property
@@ -62,10 +63,10 @@ class RoundMembership(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundMemberships:
-    """The rolls that a server knows of: the newest, and of every worker the one of its last commit.
+    """The round memberships that a server knows: the newest, and that of every worker's last commit.
 
-    Who commits again was answered by every server, so that nobody asks for the roll of the commit before. A worker
-    that came back under its name has none of the earlier one's: that was settled before it entered.
+    A worker that commits again was answered by every server, so earlier ones are not needed. A restarted worker has
+    none of its earlier life: that was settled before it entered.
     """
 
     def __init__(self, rolls: Iterable[RoundMembership] = ()) -> None:
@@ -75,7 +76,7 @@ class RoundMemberships:
             self.learn(roll)
 
     def learn(self, roll: RoundMembership) -> None:
-        """Said again it changes nothing."""
+        """Adds a membership. Idempotent."""
         if roll.before is not None:
             self.learn(roll.before)
         for name, incarnation, clock in (*roll.members, *roll.late):
@@ -86,16 +87,16 @@ class RoundMemberships:
             self.newest = roll
 
     def was_late(self, turn: tuple[int, int], entry: Entry) -> None:
-        """By this round, the newest."""
+        """Adds a late commit to the newest round."""
         self.learn(msgspec.structs.replace(self.newest or RoundMembership(*turn, []), late=[entry]))
 
     def find(self, name: str, incarnation: int, clock: int) -> RoundMembership | None:
-        """What was decided about this commit; None: nothing, for all that is known here."""
+        """The membership that decided this commit; None if unknown."""
         known = self._last.get(name)
         return known[2] if known is not None and known[:2] == (incarnation, clock) else None
 
     def entries(self) -> list[RoundMembership]:
-        """All of them, for the wire."""
+        """All of them, for messages."""
         found = {id(roll): roll for _, _, roll in self._last.values()}
         if self.newest is not None:
             found[id(self.newest)] = self.newest
@@ -108,7 +109,7 @@ def closed_with(
     standings: Mapping[str, Standing],
     before: RoundMembership | None,
 ) -> RoundMembership:
-    """The roll of a round that is closed here and now; `before`: of the last one, with other servers."""
+    """The membership of a round that is closed now; `before`: of the last one, with other servers."""
     members = [commit[:3] for commit in commits]
     known = {name: standings[name].num_segments for name, _, _ in members if name in standings}
     most = max(known.values(), default=0)
@@ -117,10 +118,10 @@ def closed_with(
 
 
 def uncommitted(roll: RoundMembership | None, standings: Mapping[str, Standing], first_segment: int = 0) -> list[str]:
-    """Who is in this round, or in those that must come before it, and has not committed it here.
+    """Members of this round, or of rounds before it, that have not committed it here.
 
-    Not who is gone, and settled; who had not registered anything that is here (`first_segment`: the first that is);
-    nor who rests since: it was answered, also if that was on a slice that is lost.
+    Without workers that are gone and settled, that have registered nothing that is here (`first_segment`: the first
+    such segment), or that rest since: those were answered, even if on a slice that is lost.
     """
     found: list[str] = []
     while roll is not None:
@@ -132,37 +133,37 @@ def uncommitted(roll: RoundMembership | None, standings: Mapping[str, Standing],
 
 
 def unanswered(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[str]:
-    """Who is in this round, while other servers may not have it yet: one of them is to go on, or to rest."""
+    """Members of this round while other servers may not have it yet: one of them must go on or rest."""
     return [] if _is_everywhere(roll, standings) else [s.name for s, _ in _witnesses(roll, standings)]
 
 
 def _is_everywhere(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> bool:
-    """Who was in it and has gone on, or rests, was answered by all servers that know of it: a round that is closed
-    after that comes after it everywhere."""
+    """Whether all servers have the round: a member that went on, or rests, was answered by all of them."""
     return any(s.clock > clock or _rests_since(s, clock) for s, clock in _witnesses(roll, standings))
 
 
 def _rests_since(standing: Standing, clock: int) -> bool:
-    """Its clock may have been set back after that, with a slice that was lost."""
+    """Whether it rests since this commit. Its clock may have been set back with a lost slice."""
     return not standing.active and max(standing.clock, standing.last_inactive) >= clock
 
 
 def _witnesses(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
-    """Those who have told all servers that anybody in this round has told."""
+    """Members that have told all servers that any member of this round has told."""
     less = dict(roll.told_less) if roll is not None else {}
     return [(s, clock) for s, clock in _still_there(roll, standings) if s.name not in less]
 
 
 def _still_there(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
-    """Of those who are in this round: where they stand, and their clocks in it."""
+    """The current standings of this round's members, and their clocks in it."""
     found = [(standings.get(name), incarnation, clock) for name, incarnation, clock in roll.members] if roll else []
     return [(s, clock) for s, inc, clock in found if s is not None and s.incarnation == inc and not s.left]
 
 
 def stand_by(roll: RoundMembership | None, standing: Standing) -> None:
-    """All slices of a server have this worker's last commit: it stands where that put it, or has gone on since.
+    """All slices of a server have this worker's last commit: sets its standing to that commit's turn, unless it has
+    gone on.
 
-    Whoever was told where may be gone.
+    The worker that knew the turn may be gone.
     """
     if roll is not None and standing.turn() < roll.turn:
         standing.phase, standing.phase_began = roll.phase, standing.clock - roll.number
@@ -171,16 +172,16 @@ def stand_by(roll: RoundMembership | None, standing: Standing) -> None:
         standing.late = standing.clock
 
 
-#: Stretches are numbered on through a job; those of one era, from barrier to barrier, share the upper bits.
-ERA = 1 << 32
-#: Stretches that are kept for one loop over an epoch: a wait in the middle of it begins a new one, and behind its end
-#: all workers are in the same one, however often each has waited.
+#: Phases per barrier epoch: phases are numbered through the job, and those between two barriers share the upper bits.
+BARRIER_EPOCH = 1 << 32
+#: Phases reserved for one loop over an epoch: a wait inside the loop begins a new phase, and after the loop all
+#: workers are in the same one.
 LOOP = 1 << 8
 
 
 def after_barrier(phase: int) -> int:
-    """The first phase of the era that follows."""
-    return (phase // ERA + 1) * ERA
+    """The first phase of the next barrier epoch."""
+    return (phase // BARRIER_EPOCH + 1) * BARRIER_EPOCH
 
 
 class Rounds(Generic[T]):
@@ -189,17 +190,18 @@ class Rounds(Generic[T]):
     def __init__(self, policy: Policy, workers: Iterable[tuple[str, int]]) -> None:
         self.policy = policy
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
-        self._forgotten: dict[str, int] = {}  # workers without a standing, and their last incarnations
+        self._forgotten: dict[str, int] = {}  # workers without a standing -> last incarnation
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
-        self._era = 0  # its first phase
-        self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
-        self.rolls = RoundMemberships()  # likewise, who is in the last ones
+        self._barrier_epoch = 0  # its first phase
+        self._closed = (-BARRIER_EPOCH, 0)  # with spare workers: the last round that was closed
+        self.rolls = RoundMemberships()  # likewise, the last memberships
         self._following: dict[
             tuple[int, int], RoundMembership
-        ] = {}  # open rounds that were closed elsewhere, or before a move
-        self.decides = True  # this server closes rounds; else, and while primaries change, it follows rolls only
+        ] = {}  # open rounds that were closed by other servers, or before a move
+        # this server closes rounds; otherwise, and while primaries change, it only follows memberships
+        self.decides = True
         self.is_alone = True  # no other server has slices
-        self.first_segment = 0  # of which anything is here
+        self.first_segment = 0  # the first with slices here
 
     def standing(self, worker: str, incarnation: int) -> Standing:
         """The standing of a known worker; an older incarnation is fenced."""
@@ -213,12 +215,12 @@ class Rounds(Generic[T]):
     def commit(
         self, worker: str, incarnation: int, clock: int, phase: int, item: T, back_at: int | None = None
     ) -> Verdict[T]:
-        """A worker commits; a clock at or below its own is answered `already applied`, a gap is refused.
+        """A worker commits. A clock at or below its own is answered `already applied`; a gap is refused.
 
-        Said again while its round is open, it is answered with the round: what is given now counts.
+        Repeated while its round is open, the commit is replaced and answered with the round.
 
-        `back_at`: where it stands if this ends its rest, the same number at every server (the most that any of
-        them gave as `slowest()`); None: beside the slowest one here.
+        `back_at`: its position if this ends its rest, the same on every server (the highest `slowest()` of any);
+        None: level with the slowest one here.
         """
         standing = self.standing(worker, incarnation)
         if clock <= standing.clock:
@@ -235,7 +237,7 @@ class Rounds(Generic[T]):
                 return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
             if not self.decides:
                 raise ProtocolError(f"{worker} commits clock {clock}, and nobody has said in which round that is")
-        self._enter_era(phase)
+        self._enter_barrier_epoch(phase)
         self._enter_stretch(standing, self._not_behind(standing, phase), back_at)
         standing.clock = clock
         standing.position += 1
@@ -256,25 +258,27 @@ class Rounds(Generic[T]):
     # -- rolls --------------------------------------------------------------------------------------------
 
     def learn(self, roll: RoundMembership) -> None:
-        """A round was closed elsewhere."""
+        """Another server has closed a round."""
         self.rolls.learn(roll)
         self._closed = max(self._closed, roll.turn)
 
     def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
-        """With spare workers and several servers: what a worker is to tell the others of its commit, if anything."""
+        """With spare workers and several servers: the membership that a worker must send to the other servers, if
+        any.
+        """
         if not self.policy.spare or self.is_alone or not self.decides:
             return None
-        # What came with a worker's copy of a slice, and of whose round nobody is left that knows, is void elsewhere.
+        # A commit restored with a worker's copy whose round is unknown is void on other servers.
         known = self.rolls.find(worker, incarnation, clock)
         return known or RoundMembership(*self._closed, [], [(worker, incarnation, clock)])
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
-        """Whether this commit counts, or was late, by what is known here."""
+        """Whether it is known here that this commit counts or was late."""
         return not self.policy.spare or self.rolls.find(worker, incarnation, clock) is not None
 
     def _follow(self, standing: Standing, commit: Commit[T], roll: RoundMembership) -> Verdict[T]:
-        """It was decided which round this is in, or that it was late: so it is here."""
-        self._enter_era(roll.phase)
+        """The membership of this commit is known: follows it."""
+        self._enter_barrier_epoch(roll.phase)
         standing.clock = commit.clock
         standing.position += 1
         standing.inactive = standing.at_barrier = False
@@ -286,7 +290,7 @@ class Rounds(Generic[T]):
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def drop_undecided(self, worker: str, incarnation: int) -> None:
-        """With spare workers and several servers: of a fenced one, what is in no closed round counts nowhere."""
+        """With spare workers and several servers: drops a fenced worker's commits that are in no closed round."""
         standing = self.standings.get(worker)
         if not self.policy.spare or self.is_alone or standing is None or standing.incarnation != incarnation:
             return
@@ -298,7 +302,7 @@ class Rounds(Generic[T]):
             standing.clock -= 1
 
     def _again(self, standing: Standing, clock: int, item: T) -> bool:
-        """Whether an open commit is made again by this: the latest of this very incarnation, never one before it."""
+        """Whether this repeats an open commit: the latest of this incarnation, never an earlier one."""
         commits = self._open.get(standing.turn(), {})
         known = commits.get(standing.name)
         if known is None or known.clock != clock or clock != standing.clock:
@@ -307,34 +311,34 @@ class Rounds(Generic[T]):
         return True
 
     def open_commit(self, worker: str, clock: int) -> T | None:
-        """What a worker's latest commit brought, while its round is open."""
+        """The data of a worker's latest commit, while its round is open."""
         standing = self.standings.get(worker)
         known = self._open.get(standing.turn(), {}).get(worker) if standing is not None else None
         return known.item if known is not None and known.clock == clock else None
 
     def open_commits(self) -> Iterator[Commit[T]]:
-        """All that wait for their rounds, the oldest round first."""
+        """All commits in open rounds, oldest round first."""
         for turn in sorted(self._open):
             yield from self._open[turn].values()
 
     @property
     def num_open(self) -> int:
-        """Rounds that somebody has committed, and that are not whole."""
+        """Rounds with commits that are not complete."""
         return len(self._open)
 
-    def _enter_era(self, phase: int) -> None:
-        """The first word from behind a barrier: everyone has passed it, nothing is open, all stand level."""
-        if phase < self._era + ERA:
+    def _enter_barrier_epoch(self, phase: int) -> None:
+        """The first message after a barrier: all workers have passed it, nothing is open, all are level."""
+        if phase < self._barrier_epoch + BARRIER_EPOCH:
             return
-        self._era = phase // ERA * ERA
+        self._barrier_epoch = phase // BARRIER_EPOCH * BARRIER_EPOCH
         level = max((standing.position for standing in self.standings.values()), default=0)
-        for standing in [s for s in self.standings.values() if s.phase < self._era]:
-            standing.phase, standing.phase_began = self._era, standing.clock
+        for standing in [s for s in self.standings.values() if s.phase < self._barrier_epoch]:
+            standing.phase, standing.phase_began = self._barrier_epoch, standing.clock
             standing.position, standing.inactive, standing.at_barrier = level, False, False
 
     def _not_behind(self, standing: Standing, phase: int) -> int:
-        """With spare workers: one that was late may stand in a later phase of this era than it has counted to."""
-        is_moved = self.policy.spare and phase // ERA == standing.phase // ERA
+        """With spare workers: a late worker may be in a later phase of this barrier epoch than it knows."""
+        is_moved = self.policy.spare and phase // BARRIER_EPOCH == standing.phase // BARRIER_EPOCH
         return max(phase, standing.phase) if is_moved else phase
 
     def _enter_stretch(self, standing: Standing, phase: int, back_at: int | None) -> None:
@@ -348,15 +352,15 @@ class Rounds(Generic[T]):
         standing.inactive = standing.at_barrier = False
 
     def rest(self, worker: str, incarnation: int, phase: int, at_barrier: bool = False) -> Verdict[T]:
-        """The worker takes part in no more rounds of this phase; `at_barrier`: nor of any other, until its next push.
+        """The worker takes part in no more rounds of this phase; `at_barrier`: in none until its next push.
 
-        Saying it again changes nothing.
+        Idempotent.
         """
         standing = self.standing(worker, incarnation)
-        self._enter_era(phase)
+        self._enter_barrier_epoch(phase)
         phase = self._not_behind(standing, phase)
         if at_barrier:
-            # One that comes late, when others are behind the barrier already, is not from this era.
+            # A late message, when others have passed the barrier, belongs to an earlier barrier epoch.
             standing.at_barrier = standing.at_barrier or phase >= standing.phase
         elif phase >= standing.phase:
             if phase > standing.phase:
@@ -373,13 +377,13 @@ class Rounds(Generic[T]):
     # -- generations --------------------------------------------------------------------------------------
 
     def fence(self, worker: str, incarnation: int) -> None:
-        """Nothing more is taken from this worker; rounds still wait for it until `leave_fenced`."""
+        """Refuses this worker's messages; rounds still wait for it until `leave_fenced`."""
         standing = self.standings.get(worker)
         if standing is not None and standing.incarnation <= incarnation:
             standing.fenced = True
 
     def settle(self, worker: str, clock: int, phase: int, item: T, back_at: int | None = None) -> Verdict[T]:
-        """A fenced worker's commit that counts, since another server has it."""
+        """Commits a fenced worker's step, because another server has it."""
         standing = self.standings[worker]
         assert standing.fenced
         standing.fenced = False
@@ -389,40 +393,42 @@ class Rounds(Generic[T]):
             standing.fenced = True
 
     def leave_fenced(self, worker: str, incarnation: int) -> Verdict[T]:
-        """It is settled on every server what of a fenced worker counts: no round waits for it any more."""
+        """The fenced worker's commits are settled on every server: no round waits for it any more."""
         standing = self.standings.get(worker)
         if standing is not None and standing.incarnation <= incarnation:
             standing.left = True
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def enter(self, standing: Standing) -> None:
-        """A worker takes part from now on: a new life of it, or one that was away and has not committed since.
+        """A worker takes part from now on: a new life, or one that was away and has not committed since.
 
-        When all who enter are in, `release` gives the rounds that are whole by that.
+        After all entries, `release` returns the rounds completed by them.
         """
-        self._enter_era(standing.phase)  # else the first commit of the new era would move it to its beginning
+        self._enter_barrier_epoch(
+            standing.phase
+        )  # otherwise the first commit of the new barrier epoch would reset it
         known = self.standings.get(standing.name)
         if known is None or (known.incarnation, known.clock) <= (standing.incarnation, standing.clock):
             self.standings[standing.name] = standing
 
     def release(self) -> Verdict[T]:
-        """Rounds that became whole because others entered: a new era, or a new life of whom they waited for."""
+        """Rounds completed by entries: a new barrier epoch, or a new life of a worker that they waited for."""
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def forget_left(self, worker: str) -> None:
-        """Nothing of a worker that has left is open: its standing is not needed any more."""
+        """Removes the standing of a worker that has left, if nothing of it is open."""
         standing = self.standings.get(worker)
         if standing is not None and standing.left and not any(worker in commits for commits in self._open.values()):
             self._forget(standing)
             del self.standings[worker]
 
     def _forget(self, standing: Standing) -> None:
-        """A process that was cut off may speak long after: it hears that it is out, not that it is a stranger."""
+        """Remembers a removed worker: its late messages are answered with FencedError."""
         known = self._forgotten.get(standing.name, -1)
         self._forgotten[standing.name] = max(known, standing.incarnation)
 
-    def begin_anew(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
-        """Slices came or went: open commits are given back, to be made again; `clocks` are what every slice has."""
+    def reset(self, standings: Iterable[Standing], clocks: Mapping[tuple[str, int], int]) -> list[Commit[T]]:
+        """Slices came or went: returns the open commits, which must be replayed. `clocks`: what every slice has."""
         dropped = [commit for commits in self._open.values() for commit in commits.values()]
         self._open, self._following = {}, {}
         before, self.standings = self.standings, {s.name: s for s in standings}
@@ -436,22 +442,23 @@ class Rounds(Generic[T]):
             standing.late = standing.late if standing.late <= clock else 0  # it is decided again
             if self.policy.spare:
                 stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
-        newest = max((s.phase for s in self.standings.values()), default=self._era)
-        self._era = min(newest // ERA * ERA, 0)
-        self._enter_era(newest)  # of one who enters behind a barrier, maybe: the others have passed it too
+        newest = max((s.phase for s in self.standings.values()), default=self._barrier_epoch)
+        self._barrier_epoch = min(newest // BARRIER_EPOCH * BARRIER_EPOCH, 0)
+        # possibly of a worker that enters after a barrier, which the others have passed too
+        self._enter_barrier_epoch(newest)
         return dropped
 
     def num_orphans(self) -> int:
-        """Open commits of workers that are out: nobody could make them again."""
+        """Open commits of removed workers, which no worker can replay."""
         return sum(self._is_orphan(commit) for commit in self.open_commits())
 
     def _is_orphan(self, commit: Commit[T]) -> bool:
-        """A later incarnation may have entered since, while the round waits for others."""
+        """Whether the commit's worker is removed; a later incarnation may have entered since."""
         standing = self.standings.get(commit.worker)
         return standing is None or standing.incarnation != commit.incarnation or standing.left or standing.fenced
 
     def reach(self, worker: str, incarnation: int) -> int:
-        """Up to which clock all commits of this incarnation are in, or in rounds that wait."""
+        """The clock up to which all commits of this incarnation are applied or in open rounds."""
         standing = self.standings.get(worker)
         clocks = [c.clock for c in self.open_commits() if (c.worker, c.incarnation) == (worker, incarnation)]
         mine = standing.clock if standing is not None and standing.incarnation == incarnation else 0
@@ -467,24 +474,24 @@ class Rounds(Generic[T]):
             if spare and (self._not_through() or not self.decides):
                 break
             commits = self._open.pop(turn)
-            # The order of names makes sums bit-equal from run to run.
+            # Sorted by name: sums are bit-equal from run to run.
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
             if self.policy.spare and self._following.pop(turn, None) is None:
-                newest = None if self.is_alone else self._newest_in_era()
+                newest = None if self.is_alone else self._newest_in_barrier_epoch()
                 self.learn(closed_with(turn, whole[-1], self.standings, newest))
         return tuple(whole)
 
-    def _newest_in_era(self) -> RoundMembership | None:
-        """Who has passed a barrier was answered by all servers before."""
-        return self.rolls.newest if self._closed[0] >= self._era else None
+    def _newest_in_barrier_epoch(self) -> RoundMembership | None:
+        """The newest membership of this barrier epoch. Workers that passed a barrier were answered by all servers."""
+        return self.rolls.newest if self._closed[0] >= self._barrier_epoch else None
 
     def _not_through(self) -> list[str]:
-        """With spare workers: for whom no round may be closed, since the last one may not be on all slices yet."""
-        return (uncommitted if self.is_alone else unanswered)(self._newest_in_era(), self.standings)
+        """With spare workers: those that block the next round, since the last one may not be on all slices yet."""
+        return (uncommitted if self.is_alone else unanswered)(self._newest_in_barrier_epoch(), self.standings)
 
     def _missing(self, turn: tuple[int, int]) -> Iterator[str]:
-        """Who takes part in this round and has not committed it."""
+        """Workers that take part in this round and have not committed it."""
         if turn in self._following:
             yield from uncommitted(self._following[turn], self.standings, self.first_segment)
             return
@@ -497,19 +504,19 @@ class Rounds(Generic[T]):
     def _has_rested(self, standing: Standing, phase: int) -> bool:
         """Whether it takes part in no round of this phase.
 
-        With spare workers some are in a later one than they have counted to: who waits in the middle of an epoch,
-        maybe for them, is waited for in no phase of it.
+        With spare workers some are in a later phase than they know: a worker that waits inside an epoch, maybe for
+        them, counts in none of its phases.
         """
         if self.policy.spare:
             return standing.inactive and standing.phase // LOOP == phase // LOOP
         return standing.inactive and standing.phase == phase
 
     def missing(self) -> list[str]:
-        """For whom the oldest open round waits."""
+        """Workers that the oldest open round waits for."""
         return self._waits_for()[0] if self._open else []
 
     def _waits_for(self) -> tuple[list[str], str]:
-        """Names, and how many of them, in words, if not all."""
+        """Their names, and how many of them, in words, if not all."""
         turn, spare = min(self._open), self.policy.spare
         names, how_many = list(self._missing(turn)), ""
         if spare and turn not in self._following:
@@ -520,14 +527,14 @@ class Rounds(Generic[T]):
         return sorted(names, key=by_name), how_many
 
     def waiting_reason(self) -> str:
-        """Why the oldest open round is not applied, in words."""
+        """Explains why the oldest open round is not applied."""
         if not self._open:
             return "no round is open"
         names, how_many = self._waits_for()
         return f"the round waits for {', '.join(names)}{how_many}" if names else "the round is whole"
 
     def lag(self, worker: str, clock: int) -> int:
-        """How far a worker was with this commit ahead of where the slowest active one is now."""
+        """How far a worker's commit was ahead of the slowest active worker's current position."""
         return self._position(worker, clock) - self.slowest()
 
     def _position(self, worker: str, clock: int) -> int:
@@ -535,11 +542,11 @@ class Rounds(Generic[T]):
         return standing.position - (standing.clock - clock)
 
     def slowest(self) -> int:
-        """Where the slowest active worker stands."""
+        """The position of the slowest active worker."""
         return min((s.position for s in self.standings.values() if s.active), default=0)
 
     def may_answer(self, worker: str, clock: int) -> tuple[bool, str]:
-        """Whether this commit of a worker may be answered now, and for whom it waits if not."""
+        """Whether this commit may be answered now, and the workers it waits for."""
         if self.policy.kind != "bounded":
             return True, "applied"
         behind = self.behind(worker, clock)
@@ -548,7 +555,7 @@ class Rounds(Generic[T]):
         return True, "within the bound"
 
     def behind(self, worker: str, clock: int) -> list[str]:
-        """In `bounded`: for whom the answer to this commit waits."""
+        """In `bounded`: the workers that the answer to this commit waits for."""
         if not self.standings[worker].active:
             return []
         least = self._position(worker, clock) - self.policy.bound

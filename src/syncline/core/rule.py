@@ -1,4 +1,4 @@
-"""Rules by name and plain numbers: how a parameter is updated, said without the framework that does it."""
+"""Rules by name and numbers: how a parameter is updated, independent of a framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Number = bool | int | float | str | None
 Option = Number | tuple[Number, ...]
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
-#: Every dense torch.optim optimizer that steps without a closure, with the options that travel.
+#: Every dense torch.optim optimizer that steps without a closure, with its transferable options.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
     "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
@@ -43,13 +43,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "Add": (),
     "Assign": (),
 }
-#: Of a rule's state, what is one number for a piece; all else has the shape of the piece.
+#: State entries that are one number per piece; all others have the shape of the piece.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-#: Rules that look at a tensor as a whole: a slice never cuts through their parameters.
+#: Rules that need whole tensors: their parameters are never split across slices.
 WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
-#: Rules that are not gradient descent: what is pushed is a delta, or the value itself.
+#: Rules other than gradient descent: a push is a delta or the value itself.
 PLAIN = frozenset({"Add", "Assign"})
-#: What to do about sparse gradients, until rows can be pushed.
+#: What to do about sparse gradients, which are not supported.
 SPARSE_REMEDY = (
     "either use dense gradients (sparse=False, and Adam in place of SparseAdam), or let the optimizer run on the "
     "workers with --sync-every H or init(sync_every=H), H > 1, which takes sparse gradients and SparseAdam"
@@ -57,14 +57,14 @@ SPARSE_REMEDY = (
 
 
 class RuleSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A rule as it crosses the wire; checked again on arrival."""
+    """A rule as sent in messages; validated again on arrival."""
 
     name: str
     options: dict[str, Option]
 
     @property
     def elementwise(self) -> bool:
-        """Whether a tensor may be cut across slices under this rule."""
+        """Whether a tensor may be split across slices under this rule."""
         return self.name not in WHOLE_TENSOR
 
     def rule(self) -> Rule:
@@ -103,7 +103,7 @@ class Rule:
 
 
 def plain_option(rule: str, key: str, value: object) -> Option:
-    """A hyperparameter as plain numbers; a zero-dimensional tensor counts as its number."""
+    """A hyperparameter as plain numbers; a zero-dimensional tensor becomes its number."""
     if isinstance(value, tuple | list):
         return tuple(plain_number(rule, key, item) for item in value)
     return plain_number(rule, key, value)
@@ -112,9 +112,9 @@ def plain_option(rule: str, key: str, value: object) -> Option:
 def plain_number(rule: str, key: str, value: object) -> Number:
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]
-    # numpy.float64 is a float that the wire does not carry: it has an `item` too.
+    # numpy.float64 is a float that msgspec does not encode; it has an `item` too.
     item = getattr(value, "item", None)
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of several elements, complex, no number at all
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # several elements, complex, or not a number
         number = item() if item is not None else value
         for kind in (bool, int, float, str):
             if isinstance(number, kind):
@@ -123,7 +123,7 @@ def plain_number(rule: str, key: str, value: object) -> Number:
 
 
 def check_rule(rule: RuleSpec) -> None:
-    """Raises RuleError for a name or an option that there is not."""
+    """Raises RuleError for an unknown name or option."""
     if rule.name not in OPTIONS:
         hint = " (LBFGS needs a closure)" if rule.name == "LBFGS" else ""
         if rule.name == "SparseAdam":
@@ -141,7 +141,7 @@ def check_rule(rule: RuleSpec) -> None:
 def check_state(rule: str, key: str, dtype: str, shape: tuple[int, ...], of: tuple[str, tuple[int, ...]]) -> None:
     """Raises RuleError for a tensor that cannot be this state of a piece of this dtype and shape (`of`).
 
-    torch's kernels look at no sizes of a state: one that is too small would be written beyond its end.
+    torch's kernels do not check sizes: they would write beyond the end of a small one.
     """
     if key in NUMBERS:
         fits = math.prod(shape) == 1
@@ -152,7 +152,7 @@ def check_state(rule: str, key: str, dtype: str, shape: tuple[int, ...], of: tup
 
 
 def _shapes(rule: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Adafactor has sums over rows and columns of what is at least a matrix."""
+    """Adafactor has row and column sums for matrices."""
     if rule == "Adafactor" and len(shape) > 1:
         return [shape, (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
     return [shape]

@@ -1,6 +1,6 @@
-"""Sizing: as many workers as pay. One more is tried, kept when it adds enough, and let go when it does not.
+"""Sizing: finds the number of workers that pays off. One more is tried, kept if it adds enough, else removed.
 
-Pure: `now` is an argument; every decision says why.
+Pure: `now` is an argument; every decision has a reason.
 """
 
 from __future__ import annotations
@@ -9,36 +9,37 @@ import dataclasses
 
 from syncline.core.units import counted
 
-#: After a change, for all to be at full speed; then for so long their samples are counted.
+#: Time for all workers to reach full speed after a change, then the time of the measurement.
 SETTLE_SECONDS, MEASURE_SECONDS = 3.0, 6.0
-#: One more must add at least this part of what a worker does on average.
+#: One more worker must add at least this part of an average worker's speed.
 WORTH = 0.5
-#: What did not pay is tried again after so long: other jobs may have left the machine.
+#: A failed attempt is repeated after this time: other jobs may have left the machine.
 AGAIN_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SizingDecision:
-    """So many workers from now on, and why."""
+    """The new number of workers, and why."""
 
     count: int
     reason: str
 
 
 class Sizing:
-    """Looks at samples and workers, now and then."""
+    """Observes samples and workers periodically."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
         self._wanted: int | None = None
-        self._began: tuple[float, int] | None = None  # counting: since when, from how many samples on
-        self._still_since: float | None = None  # as many at work as there are to be
-        self._rates: dict[int, float] = {}  # samples a second, by the number of workers
+        self._began: tuple[float, int] | None = None  # measuring: since when, from how many samples on
+        self._still_since: float | None = None  # since when the wanted number is at work
+        self._rates: dict[int, float] = {}  # samples per second by number of workers
         self._is_settled_until = 0.0
 
     def look(self, now: float, wanted: int, at_work: int, samples: int, waiting: float) -> SizingDecision | None:
-        """What follows from this look. `samples`: done so far, by all. `waiting`: the part of their time in which
-        workers wait."""
+        """Evaluates one observation. `samples`: total of all workers. `waiting`: the part of time in which workers
+        wait.
+        """
         if wanted != self._wanted or at_work != wanted:
             self._wanted, self._began, self._still_since = wanted, None, None
         if at_work != wanted or not samples or now < self._is_settled_until:

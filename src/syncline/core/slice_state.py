@@ -1,4 +1,4 @@
-"""Slice state: what travels together when a slice is saved, replicated or moved, apart from its bytes."""
+"""Slice state: what is saved, replicated and moved with a slice besides its bytes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Identity = tuple[str, int]  # name, incarnation
 
 
 def life_of(name: str, incarnation: int) -> str:
-    """One key for a name and its incarnation: who comes back under a name has made none of its earlier commits."""
+    """A key of name and incarnation: a restarted worker shares no commits with its earlier life."""
     return f"{name}#{incarnation}"
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's copy of a slice: all that is left of it when its only server is gone."""
+    """A worker's copy of a slice, which restores it when its only server is gone."""
 
     slice: int
     version: int
-    clocks: dict[str, int]  # of the workers whose commits are in it, by their lives
-    known: int  # the highest version that was acknowledged to this worker
+    clocks: dict[str, int]  # of the workers' lives in it
+    known: int  # the highest version acknowledged to this worker
 
 
 @dataclasses.dataclass(slots=True)
 class SliceState:
-    """Version, clocks and fences of one slice. The vector clock is the table of what has been applied here."""
+    """Version, clocks and fences of one slice. The vector clock records what has been applied."""
 
     version: int = 0
     clocks: dict[Identity, int] = dataclasses.field(default_factory=dict)
     fences: dict[str, int] = dataclasses.field(default_factory=dict)  # highest fenced incarnation of each name
-    seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker pulled last
+    seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker last pulled
     pins: int = 0
     writing: bool = False
-    uses: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: of leases, not confirmed yet
-    late: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # likewise, of commits that were late
+    acks: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: unconfirmed lease acks
+    late: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: unconfirmed, of late commits
 
     def admit(self, worker: Identity, clock: int) -> Literal["new", "already applied"]:
-        """Whether a commit is still to be applied here; a gap is an error of ours, never skipped over."""
+        """Whether a commit is still to be applied here. A gap raises an error."""
         known = self.clocks.get(worker, 0)
         if clock <= known:
             return "already applied"
@@ -53,35 +53,35 @@ class SliceState:
         return "new"
 
     def applied(self, workers: list[tuple[Identity, int]], changed: bool) -> None:
-        """A round is in: clocks advance on every slice, the version only where something changed."""
+        """A round is applied: clocks advance on every slice, the version only if something changed."""
         for worker, clock in workers:
             self.clocks[worker] = clock
         if changed:
             self.version += 1
 
-    def used(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
-        """What the commits that are in it have used of leases; and those that were late, of which nothing is."""
-        for known, fresh in ((self.uses, uses), (self.late, late)):
+    def used(self, acks: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
+        """Records the lease ranges of applied and of late commits."""
+        for known, fresh in ((self.acks, acks), (self.late, late)):
             for lease, begin, end in fresh:
                 known[lease] = merged([*known.get(lease, ()), (begin, end)])
 
-    def confirmed(self, uses: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
-        """The coordinator has kept these: they are forgotten here."""
-        for known, kept in ((self.uses, uses), (self.late, late)):
+    def confirmed(self, acks: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
+        """The coordinator has journaled these ranges: drops them."""
+        for known, kept in ((self.acks, acks), (self.late, late)):
             for lease, begin, end in kept:
                 known[lease] = without(known.get(lease, ()), (begin, end))
                 if not known[lease]:
                     del known[lease]
 
-    def use_entries(self) -> list[tuple[int, int, int]]:
-        """The uses, for the wire."""
-        return [(lease, begin, end) for lease, places in self.uses.items() for begin, end in places]
+    def ack_entries(self) -> list[tuple[int, int, int]]:
+        """The lease acks, for messages."""
+        return [(lease, begin, end) for lease, places in self.acks.items() for begin, end in places]
 
     def late_entries(self) -> list[tuple[int, int, int]]:
         return [(lease, begin, end) for lease, places in self.late.items() for begin, end in places]
 
     def fence(self, worker: Identity) -> None:
-        """Nothing more of this incarnation, or an earlier one of its name; earlier ones are forgotten."""
+        """Refuses this incarnation and earlier ones of its name, and drops their clocks."""
         name, incarnation = worker
         self.fences[name] = max(incarnation, self.fences.get(name, 0))
         for known in [k for k in self.clocks if k[0] == name and k[1] < self.fences[name]]:
@@ -92,7 +92,7 @@ class SliceState:
         return worker[1] <= self.fences.get(worker[0], 0)
 
     def clock_entries(self) -> list[tuple[str, int, int]]:
-        """The clocks, for the wire."""
+        """The clocks, for messages."""
         return [(name, incarnation, clock) for (name, incarnation), clock in self.clocks.items()]
 
     def fence_entries(self) -> list[tuple[str, int]]:
@@ -103,27 +103,27 @@ class SliceState:
         version: int,
         clocks: Iterable[tuple[str, int, int]],
         fences: Iterable[tuple[str, int]],
-        uses: Iterable[tuple[int, int, int]] = (),
+        acks: Iterable[tuple[int, int, int]] = (),
         late: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """Becomes the state that another server had."""
-        self.uses, self.late = {}, {}
-        self.used(uses, late)
+        """Takes over the state of another server."""
+        self.acks, self.late = {}, {}
+        self.used(acks, late)
         self.version = version
         self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
         self.fences = dict(fences)
 
     def staleness(self, worker: str) -> int:
-        """Updates applied since this worker pulled: version at apply minus version at pull."""
+        """Updates applied since this worker's last pull."""
         return self.version - self.seen.get(worker, self.version)
 
     def is_still(self, version: int) -> bool:
-        """Whether an optimistic copy of this version, taken before now, cannot be torn."""
+        """Whether an optimistic copy of this version, made before now, is consistent."""
         return self.version == version and not self.writing
 
 
 def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
-    """For every worker, the commits that are on all of these slices: from there on they must be made again."""
+    """Every worker's clock that all of these slices have; later commits must be replayed."""
     found: dict[Identity, int] | None = None
     for state in states:
         if found is None:
@@ -135,7 +135,7 @@ def least_clocks(states: Iterable[SliceState]) -> dict[Identity, int]:
 
 
 def highest_clocks(copies: Iterable[Mapping[Identity, int]]) -> dict[Identity, int]:
-    """For every worker, the latest of its commits that is on any of these copies, by their clocks."""
+    """Every worker's latest clock on any of these copies."""
     found: dict[Identity, int] = {}
     for clocks in copies:
         for worker, clock in clocks.items():
@@ -149,11 +149,11 @@ def reach_of(
     fenced: Iterable[Identity],
     staged: Callable[[Identity], int],
 ) -> list[tuple[str, int, int, str]]:
-    """Of each worker that is out, the least clock that the slices of each primary's life can come to.
+    """For each removed worker, the least clock that the slices of each primary can reach.
 
-    `states`: of the slices that a server has, or will have, as a primary, by whose they have been until now; those of
-    its `own` come to what is `staged` here. `fenced`: those who are out from now on. A slice that has come since a
-    worker was fenced lacks nothing of it.
+    `states`: the slices whose primary this server is or will be, by the incarnation of their primary so far; those of
+    `own` reach what is `staged` here. `fenced`: the removed workers. A slice created after a worker was fenced lacks
+    nothing of it.
     """
     found, now = [], set(fenced)
     known = {worker for each in states.values() for state in each for worker in state.fences.items()}
@@ -166,14 +166,14 @@ def reach_of(
 
 
 def freshest(given: Mapping[Identity, Iterable[Copy]], number: int) -> tuple[str, Copy] | None:
-    """Whose copy stands in for a lost slice, and what is said of it; None: nobody has one."""
+    """The worker whose copy restores a lost slice, and the copy; None if there is none."""
     found = {giver: copy for giver, copies in given.items() for copy in copies if copy.slice == number}
     if not found:
         return None
     giver = max(found, key=lambda one: (found[one].version, one))
     clocks = dict(found[giver].clocks)
     for life, copy in ((life_of(*one), copy) for one, copy in found.items()):
-        # What a worker was told is there it never makes again, in whatever copy it is missing.
+        # A worker never replays what was acknowledged to it, even if a copy lacks it.
         if copy.clocks.get(life, 0) > clocks.get(life, 0):
             clocks[life] = copy.clocks[life]
     known = max(copy.known for copy in found.values())
@@ -181,5 +181,5 @@ def freshest(given: Mapping[Identity, Iterable[Copy]], number: int) -> tuple[str
 
 
 def num_revoked(chosen: Iterable[Copy]) -> int:
-    """Acknowledged updates that are gone when these copies stand in for slices."""
+    """Acknowledged updates that are lost by restoring slices from these copies."""
     return max((copy.known - copy.version for copy in chosen), default=0)

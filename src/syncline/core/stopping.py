@@ -1,6 +1,6 @@
-"""Stop rules: what a job's readings, steps and time are held against, what is tried first, and what has fired.
+"""Stop rules: compares readings, steps and time with the rules of a job.
 
-Pure: what must outlive the coordinator, and goes into checkpoints, is in `Steering`.
+Pure: the state that survives the coordinator and goes into checkpoints is in `Steering`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from syncline.core.metrics import Reading, Steer
 from syncline.core.units import duration
 from syncline.errors import ConfigError
 
-#: After so many readings of other metrics it is said which ones nobody has reported.
+#: After this many readings of other metrics, metrics without any report are named.
 MANY_READINGS = 100
-#: What a rule that has fired does to the scripts.
+#: What a fired rule does to the scripts.
 NEXT = "loops over a DataLoader or job.steps end now; a step outside of them ends its script (syncline.Stopped)"
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """All that was said about stopping, the best and the average; read and checked."""
+    """All settings about stopping, the best and the average; validated."""
 
     stop: tuple[tuple[str, Condition], ...] = ()
     on_plateau: OnPlateau | None = None
@@ -50,7 +50,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The metrics that are named, each with the option that names it."""
+        """The metrics that are named, with the option that names each."""
         found = {self.best.metric: "--best"} if self.best is not None else {}
         found.update((leaf.metric, "--stop") for _, condition in self.stop for leaf in leaves(condition))
         return found
@@ -82,7 +82,7 @@ def rules_of(config: JobConfig) -> Rules:
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):
-    """What has fired: the option with its rule, the values, and the step."""
+    """A fired rule: the option, the values, and the step."""
 
     rule: str
     told: str
@@ -93,23 +93,23 @@ class Stop(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlateauCount(msgspec.Struct):
-    """How many readings in a row were not better than the best."""
+    """Readings in a row without an improvement."""
 
     best: float | None = None
     num_worse: int = 0
 
 
 class Steering(msgspec.Struct):
-    """What the stop rules remember: through the coordinator's death, and in checkpoints."""
+    """The state of the stop rules: survives the coordinator, and goes into checkpoints."""
 
     plateaus: dict[str, PlateauCount] = {}
     factor: float = 1.0  # on every learning rate
-    num_tries: int = 0  # of what is tried on a plateau
-    number: int = 0  # of changes that workers are told
+    num_tries: int = 0  # attempts on a plateau so far
+    number: int = 0  # of changes sent to workers
     stop: Stop | None = None
-    seconds: float = 0.0  # trained so far, when it was last counted
-    counted_at: float = 0.0  # by the clock of the wall
-    untold: bool = True  # nobody was told yet which metrics nobody reports
+    seconds: float = 0.0  # training time so far, when last counted
+    counted_at: float = 0.0  # wall clock
+    untold: bool = True  # metrics without reports were not named yet
 
     @property
     def steer(self) -> Steer:
@@ -117,7 +117,7 @@ class Steering(msgspec.Struct):
 
 
 def from_checkpoint(data: Mapping[str, Any], seconds: float) -> Steering:
-    """What a checkpoint remembers. What has fired by steps or time is not: that is looked at again."""
+    """The state from a checkpoint. Rules fired by steps or time are evaluated again."""
     try:
         known = msgspec.convert(dict(data), Steering)
     except msgspec.ValidationError:
@@ -134,13 +134,13 @@ def from_checkpoint(data: Mapping[str, Any], seconds: float) -> Steering:
 
 
 class Stopping:
-    """Decides. Every method that may decide something says in words what it was; nothing: nothing."""
+    """Decides. Methods that may decide return the decisions in words, or an empty list."""
 
     def __init__(self, rules: Rules, state: Steering) -> None:
         self.rules, self.state = rules, state
 
     def begin(self) -> None:
-        """What fired before the job was taken up counts if its rule is still one of the job's."""
+        """A rule fired before the job resumed counts if it is still a rule of the job."""
         stop = self.state.stop
         rules = {_flagged(text) for text, _ in self.rules.stop}
         if stop is not None and stop.rule.startswith("--stop ") and stop.rule not in rules:
@@ -148,7 +148,7 @@ class Stopping:
             self.state.number += 1
 
     def take(self, fresh: Mapping[str, Reading], newest: Mapping[str, Reading], step: int) -> list[str]:
-        """Some readings are new; `newest` has these and those of other metrics."""
+        """Takes new readings; `newest` has these and those of other metrics."""
         if self.state.stop is not None:
             return []
         for key, plateau in self.rules.plateaus.items():
@@ -162,23 +162,23 @@ class Stopping:
         return []
 
     def reach(self, step: int) -> list[str]:
-        """The job has come to this step."""
+        """The job has reached this step."""
         most = self.rules.max_steps
         if self.state.stop is not None or not most or step < most:
             return []
         return [self._fire(f"--max-steps {most}", f"step {step}", step)]
 
     def pass_time(self, seconds: float, step: int) -> list[str]:
-        """The job, with what was trained before it was taken up, has trained so long."""
+        """The job has trained this long, including before it resumed."""
         most = self.rules.max_seconds
         if self.state.stop is not None or not most or seconds < most:
             return []
         return [self._fire(f"--max-time {self.rules.max_time}", f"trained {_seconds_told(seconds)}", step)]
 
     def unreported(self, reported: Collection[str]) -> list[str]:
-        """Of each metric that a rule needs and nobody has reported, a sentence."""
+        """A sentence for each metric that a rule needs and no worker has reported."""
         if self.state.stop is not None and not reported:
-            return []  # it was stopped before it was taken up
+            return []  # it was stopped before it resumed
         there = f"reported are: {', '.join(sorted(reported))}" if reported else "nothing was reported: job.report(…)"
         found = []
         for name, flag in self.rules.metrics.items():
@@ -189,7 +189,7 @@ class Stopping:
         return found
 
     def unmet(self, newest: Mapping[str, Reading]) -> list[str]:
-        """At the end of a job that no rule has stopped: of each rule the last values that it compared in vain."""
+        """At the end of a job that no rule has stopped: the last values of each rule."""
         found = []
         for text, condition in self.rules.stop if self.state.stop is None else ():
             words = {
@@ -240,7 +240,7 @@ class Stopping:
         return f"{text} ({told}): learning rates are multiplied by {self.state.factor:.4g} from now on, {times}"
 
     def _told(self, condition: Condition, newest: Mapping[str, Reading]) -> str:
-        """The values of all leaves that hold, each once."""
+        """The values of all conditions that hold, each once."""
         words: dict[str, None] = {}
         for leaf in leaves(condition):
             reading = newest.get(leaf.metric)
@@ -272,6 +272,7 @@ def _seconds_told(seconds: float) -> str:
 
 
 def is_reported_late(num_readings: int, num_epochs: int) -> bool:
-    """Whether by now everything that is reported at all has been reported once: what comes behind an epoch, an
-    evaluation for instance, is over when the next epoch is."""
+    """Whether everything that is ever reported has been reported once: reports after an epoch, as of an
+    evaluation, have come by the end of the next one.
+    """
     return num_epochs > 1 or num_readings >= MANY_READINGS

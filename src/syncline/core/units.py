@@ -1,4 +1,4 @@
-"""Counts, sizes and durations, as people read and type them."""
+"""Counts, sizes and durations in readable form."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def size(num_bytes: float) -> str:
 
 
 def pushed_told(pushed: PushBytes, num_steps: int) -> str:
-    """Bytes per step; nothing where nothing was pushed."""
+    """Bytes per step; empty if nothing was pushed."""
     ways = [(pushed.socket, "over sockets"), (pushed.shared, "through shared memory")]
     return " and ".join(f"{size(count / max(1, num_steps))} {way}" for count, way in ways if count)
 
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_STEPS = re.compile(r"([0-9]{1,18}) ?steps?")
+_STEPS = re.compile(r" *([0-9](?:_?[0-9]){0,17}) *steps?")
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """How often something is done: so many steps, or so many seconds, or every epoch. One of the three."""
+    """An interval: steps, seconds, or every epoch. One of the three."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def duration(flag: str, text: str, example: str = "10s, 1.5m, 1h") -> float:
-    """Seconds; what is none is a ConfigError that shows one."""
+    """Parses seconds; a ConfigError shows an example."""
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:
         seconds = float(text.removesuffix(unit)) * _UNITS[unit or "s"]
@@ -61,7 +61,10 @@ def duration(flag: str, text: str, example: str = "10s, 1.5m, 1h") -> float:
 
 
 def interval(flag: str, text: str, *, epochs: bool = False, example: str = "") -> Interval:
-    """`500steps`, `10m`, and where `epochs` may be said, `epoch`; anything else is a ConfigError that shows some."""
+    """`500steps`, `1_000steps`, `10m`, and where `epochs` may be said, `epoch`.
+
+    Anything else is a ConfigError that shows examples.
+    """
     if epochs and text == "epoch":
         return Interval(is_epoch=True)
     found = _STEPS.fullmatch(text)

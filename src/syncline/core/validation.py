@@ -1,8 +1,8 @@
-"""Validations: when all workers come together for one, who measures what of its sets, and what comes out.
+"""Validations: when all workers meet for one, who measures which shard, and the results.
 
-Pure. A validation is called by the first worker for which one is due; all come, read the same parameters, and
-share the sets: a validation shard that somebody has said the result of is done, once; what the dead had is to do
-again. `ValidationState` is what must outlive the coordinator.
+Pure. The first worker for which a validation is due calls it. All workers come, read the same parameters, and share
+the sets. A validation shard with a result is done; shards of dead workers are to do again. `ValidationState` survives
+the coordinator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_SETS = 100
 
 
 class ValidationShard(msgspec.Struct, frozen=True, array_like=True):
-    """What one life of a worker reads."""
+    """The samples that one incarnation of a worker measures."""
 
     worker: str
     incarnation: int
@@ -37,7 +37,7 @@ class Run(msgspec.Struct):
 
     set: str
     candidate: str
-    num_samples: int = -1  # nobody has said it yet
+    num_samples: int = -1  # not known yet
     batch: int = 1
     todo: list[tuple[int, int]] = []
     stints: dict[int, ValidationShard] = {}
@@ -60,7 +60,7 @@ class Run(msgspec.Struct):
             )
 
     def take(self, number: int, owner: Identity, num_inside: int) -> ValidationShard | None:
-        """The next validation shard: large ones first, so that all are through at about the same time."""
+        """The next validation shard: large ones first, so that all workers finish at about the same time."""
         known = next(
             (validation_shard for validation_shard in self.stints.values() if validation_shard.owner == owner), None
         )
@@ -77,7 +77,7 @@ class Run(msgspec.Struct):
     def finish(
         self, number: int, owner: Identity, sums: Mapping[str, float], errors: Mapping[str, float] = {}
     ) -> bool:
-        """Its owner is through with a validation shard: it counts, once."""
+        """Its owner has finished a validation shard: it counts, once."""
         validation_shard = self.stints.get(number)
         if validation_shard is None or validation_shard.owner != owner:
             return False
@@ -92,7 +92,7 @@ class Run(msgspec.Struct):
         return True
 
     def out(self, owner: Identity) -> bool:
-        """A life is over: whether it had a validation shard of this, which is to do again."""
+        """An incarnation is over. Returns whether it had a validation shard, which is to do again."""
         mine = [number for number, validation_shard in self.stints.items() if validation_shard.owner == owner]
         self.todo = sorted([*self.todo, *((self.stints[n].begin, self.stints[n].end) for n in mine)])
         for number in mine:
@@ -100,11 +100,11 @@ class Run(msgspec.Struct):
         return bool(mine)
 
     def values(self) -> dict[str, float]:
-        """The means, under the set's name where it has one."""
+        """The means, prefixed with the set's name if it has one."""
         return self._means(self.sums)
 
     def mean_errors(self) -> dict[str, float]:
-        """How far these may be off because of the types of the measured numbers."""
+        """The rounding errors of these, due to the types of the measured numbers."""
         return self._means(self.errors)
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -113,16 +113,16 @@ class Run(msgspec.Struct):
 
 
 class Validation(msgspec.Struct):
-    """One that has begun: all have come."""
+    """A running validation: all workers have come."""
 
     turn: int
     step: int
     runs: list[Run]
-    inside: dict[str, int]  # workers with these parameters, and their incarnations
-    absent: list[str] = []  # of these, those that have not pulled them yet
+    inside: dict[str, int]  # workers with these parameters -> incarnation
+    absent: list[str] = []  # those that have not pulled them yet
     folder: str = ""  # of the mean of the last checkpoints
     own: dict[str, dict[str, float]] = {}  # with local steps: readings of workers' own models
-    awaited: list[str] = []  # workers that are still to say them
+    awaited: list[str] = []  # workers that must still report them
 
     def run(self, name: str, candidate: str) -> Run:
         found = next((run for run in self.runs if (run.set, run.candidate) == (name, candidate)), None)
@@ -148,14 +148,14 @@ class Validation(msgspec.Struct):
 
     @property
     def is_lost(self) -> bool:
-        """Nobody is there who could go on with it."""
+        """Whether no worker is left to finish it."""
         return not self.inside and not self.is_finished
 
     def is_in(self, owner: Identity) -> bool:
         return self.inside.get(owner[0]) == owner[1]
 
     def out(self, owner: Identity) -> bool:
-        """This life is in it no more."""
+        """This incarnation takes part no more."""
         if not self.is_in(owner):
             return False
         del self.inside[owner[0]]
@@ -173,7 +173,7 @@ class Validation(msgspec.Struct):
         return found
 
     def errors(self) -> dict[str, float]:
-        """How far the values of the job's parameters may be off because of their types."""
+        """The rounding errors of the values of the job's parameters."""
         found: dict[str, float] = {}
         for run in self.runs:
             if run.candidate == WEIGHTS:
@@ -192,7 +192,7 @@ class Validation(msgspec.Struct):
         return "; ".join(found)
 
     def all_values(self) -> dict[str, float]:
-        """Of all candidates; those of others than the job's parameters under `CANDIDATE:METRIC`."""
+        """Of all candidates; other candidates than the job's parameters as `CANDIDATE:METRIC`."""
         found = self.values()
         for candidate in self.candidates:
             if candidate != WEIGHTS:
@@ -213,7 +213,7 @@ def of_candidates(values: Mapping[str, float], metric: str) -> dict[str, float]:
 
 
 class BestSoFar(msgspec.Struct, frozen=True):
-    """Which checkpoint has the best value, and what of it."""
+    """The checkpoint with the best value."""
 
     metric: str
     value: float
@@ -230,17 +230,17 @@ class BestSoFar(msgspec.Struct, frozen=True):
 
 
 class ValidationState(msgspec.Struct):
-    """All validations of a job; what of it a coordinator remembers through its own death."""
+    """All validations of a job; survives the coordinator."""
 
-    turn: int = 0  # of the last one that was called
+    turn: int = 0  # of the last called one
     called: int = 0  # the same, while not all have come
-    step: int = 0  # that was said when it was called
-    due: list[str] = []  # sets of it
+    step: int = 0  # announced with the call
+    due: list[str] = []  # its sets
     next_stint: int = 1
-    steps: dict[str, int] = {}  # at which each set was last validated
-    epochs: dict[str, int] = {}  # behind which each was last validated
-    floor: int = 0  # the step of the checkpoint that the job began with
-    metrics: list[str] = []  # that come from validations
+    steps: dict[str, int] = {}  # set -> the step of its last validation
+    epochs: dict[str, int] = {}  # set -> the epoch of its last validation
+    floor: int = 0  # the step of the checkpoint that the job started from
+    metrics: list[str] = []  # metrics that come from validations
     now: Validation | None = None
     best: BestSoFar | None = None
     mean: str = ""  # the checkpoint with the mean of the last ones
@@ -254,7 +254,7 @@ class Validating:
         self.state = state
 
     def come(self, step: int, due: Mapping[str, int], epoch: int = -1) -> Called:
-        """A worker finds these sets due: what is called by now."""
+        """A worker finds these sets due. Returns the current call."""
         state = self.state
         if len(state.steps.keys() | due.keys()) > MOST_SETS:
             raise ConfigError(f"job.validate: there are more than {MOST_SETS} sets")
@@ -274,7 +274,7 @@ class Validating:
         return Called(state.called, state.step, dict(state.steps), state.floor)
 
     def begin(self, turn: int, step: int, there: Iterable[Identity], candidates: Sequence[str]) -> Validation:
-        """All have come. One that is still going on was left by all who could end it."""
+        """All workers have come. A validation that is still running was left by all who could finish it."""
         state = self.state
         inside = dict(there)
         runs = [Run(name, candidate) for candidate in candidates for name in state.due]
@@ -284,7 +284,7 @@ class Validating:
         return state.now
 
     def pulled(self, turn: int, owner: Identity, step: int) -> None:
-        """This worker has the parameters."""
+        """This worker has pulled the parameters."""
         now = self.of(turn, owner)
         if now is not None:
             now.absent = [name for name in now.absent if name != owner[0]]
@@ -292,7 +292,7 @@ class Validating:
             self.state.steps.update(dict.fromkeys(now.sets, now.step))
 
     def said_own(self, turn: int, owner: Identity, name: str, values: Mapping[str, float]) -> None:
-        """A worker's own model was validated on a set; on the last of them it is through with it."""
+        """A worker's own model was validated on a set; after the last set the worker is done."""
         now = self.of(turn, owner)
         if now is not None:
             prefix = f"{name}/" if name else ""
@@ -301,12 +301,12 @@ class Validating:
                 now.awaited = [one for one in now.awaited if one != owner[0]]
 
     def of(self, turn: int, owner: Identity) -> Validation | None:
-        """This validation, if it is the one that is going on and this life is in it."""
+        """The running validation, if it has this turn and this incarnation takes part."""
         now = self.state.now
         return now if now is not None and now.turn == turn and now.is_in(owner) else None
 
     def ask(self, owner: Identity, message: AskValidationShard) -> GivenValidationShard:
-        """The result of a validation shard counts, and the next one is given."""
+        """Takes the result of a validation shard and returns the next one."""
         now = self.of(message.turn, owner)
         if now is None:
             return GivenValidationShard(0)
@@ -314,7 +314,7 @@ class Validating:
         run.open(message.num_samples, message.batch)
         if message.validation_shard:
             run.finish(message.validation_shard, owner, message.sums, message.errors)
-        # One that is asked for twice was given and got lost on the way.
+        # A shard requested twice was lost on the way.
         lost = next(
             (number for number, validation_shard in run.stints.items() if validation_shard.owner == owner), None
         )
@@ -326,7 +326,7 @@ class Validating:
         return GivenValidationShard(number, validation_shard.begin, validation_shard.end)
 
     def end(self) -> Validation | None:
-        """The one that is going on, if all of it is done: it is over by this."""
+        """Ends and returns the running validation, if all of it is done."""
         now = self.state.now
         if now is None or not now.is_finished:
             return None
@@ -335,7 +335,7 @@ class Validating:
         return now
 
     def give_up(self) -> Validation | None:
-        """The one that is going on, if nobody is in it any more: all are called to another one of its sets."""
+        """Gives up the running validation if no worker takes part any more: another one of its sets is called."""
         now, state = self.state.now, self.state
         if now is None or not now.is_lost:
             return None

@@ -18,7 +18,7 @@ from syncline.errors import ConfigError, DataError
 
 
 class ArraySource:
-    """Arrays of equal length, one element of each to a sample: one array, a tuple of them, or a dict."""
+    """Arrays of equal length with one element per sample: one array, a tuple of them, or a dict."""
 
     def __init__(self, arrays: Array | Sequence[Array] | Mapping[str, Array], name: str = "") -> None:
         if isinstance(arrays, Mapping):
@@ -33,7 +33,7 @@ class ArraySource:
         self._mapped_from = ""  # the file that all of it is mapped from
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: what is mapped from a file is mapped there, not sent."""
+        """For another process: a mapped file is mapped there, not sent."""
         return {**self.__dict__, "_arrays": ()} if self._mapped_from else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class ArraySource:
         return dict(zip(self._names, values, strict=True)) if self._names else values
 
     def only(self, columns: Sequence[str] | None) -> ArraySource:
-        """The same samples with some of their columns; None: with all."""
+        """The same samples with some of their columns; None: all."""
         if columns is None:
             return self
         known = dict(zip(self._names, self._arrays, strict=False))
@@ -95,7 +95,7 @@ class ArraySource:
 
 
 def open_numpy(files: Files) -> ArraySource:
-    """A `.npy` file, mapped from disk where it lies on this machine, or the arrays of an `.npz` file by name."""
+    """A `.npy` file, memory-mapped if it is local, or the arrays of an `.npz` file by name."""
     if len(files.paths) > 1:
         raise DataError(
             f"{files.path}: {len(files.paths)} NumPy files; one is read at a time: put the arrays into one .npz"
@@ -115,7 +115,7 @@ def open_numpy(files: Files) -> ArraySource:
 
 
 def _objects(files: Files, path: str) -> str:
-    """Which array of a file that could not be read holds Python objects, in words; empty: none."""
+    """Names the array of a file that holds Python objects; empty: none."""
     with files.open(path) as file:
         if not path.endswith(".npz"):
             objects = objects_in(file)

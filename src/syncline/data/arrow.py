@@ -14,12 +14,12 @@ from syncline.data.table import TableFile, TableSource
 from syncline.errors import DataError
 
 _NUM_OPENED_AT_ONCE = 16
-_STREAM = b"\xff" * 4  # what an Arrow stream begins with; a file, with its name
+_STREAM = b"\xff" * 4  # the magic of an Arrow stream; a file starts with its name
 _PIECE_BYTES, _LEAST_ROWS = 1 << 19, 256
 
 
 class ParquetFile:
-    """One Parquet file. What stays open is nothing: its footer is kept, the file is opened for each row group."""
+    """One Parquet file. Only its footer is kept; the file is opened for each row group."""
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
@@ -34,7 +34,7 @@ class ParquetFile:
         nested = needed("pyarrow", "Parquet files").types.is_nested
         with self._opened(metadata=self._footer) as file:
             if any(nested(self.types[name]) for name in columns):
-                # pyarrow puts lists together faster in pieces that stay in a processor's cache.
+                # pyarrow assembles lists faster in pieces that fit into the processor's cache.
                 group = self._footer.row_group(index)
                 num_rows = max(_LEAST_ROWS, _PIECE_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 yield from file.iter_batches(num_rows, row_groups=[index], columns=columns)
@@ -44,7 +44,7 @@ class ParquetFile:
     @contextlib.contextmanager
     def _opened(self, **options: Any) -> Iterator[Any]:
         parquet = needed("pyarrow.parquet", "Parquet files")
-        # Not mapped: a file that somebody cuts short meanwhile would kill a process that has it mapped.
+        # Not mapped: truncating a mapped file would kill this process.
         with (
             whole(self.path, "Parquet"),
             _opened(self._files, self.path, "OSFile") as raw,
@@ -54,7 +54,7 @@ class ParquetFile:
 
 
 class ArrowFile:
-    """One Arrow IPC file, also called Feather; on this machine it is mapped, as the format is meant to be."""
+    """One Arrow IPC (Feather) file; memory-mapped if it is local."""
 
     def __init__(self, files: Files, path: str) -> None:
         self.path, self._files = path, files
@@ -69,7 +69,7 @@ class ArrowFile:
                     "pyarrow.ipc.new_file or pyarrow.feather.write_feather"
                 ) from error
             raise
-        # A footer has no row counts; they stand in the record batches, of which one column is the least to read.
+        # A footer has no row counts; reading one column of each record batch is the cheapest way.
         with self._opened([0]) as reader:
             self.chunk_sizes: Sequence[int] = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
 
@@ -95,19 +95,19 @@ class ArrowFile:
 
 
 def _types(schema: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The type of each column, and the names that several columns have."""
+    """The type of each column, and the duplicate column names."""
     doubled = frozenset(name for name, count in collections.Counter(schema.names).items() if count > 1)
     return dict(zip(schema.names, schema.types, strict=True)), doubled
 
 
 def _opened(files: Files, path: str, local: str) -> Any:
-    """A file as Arrow reads it best: by Arrow itself on this machine, else through the driver."""
+    """Opens a file: by Arrow itself if it is local, else through the driver."""
     return getattr(needed("pyarrow", "Arrow files"), local)(path) if files.is_local else files.open(path)
 
 
 @contextlib.contextmanager
 def whole(path: str, kind: str) -> Iterator[None]:
-    """What Arrow finds wrong with a file is a DataError that names it."""
+    """Turns Arrow's errors about a file into a DataError that names it."""
     arrow = needed("pyarrow", f"{kind} files")
     with explained(path):
         try:
@@ -123,7 +123,7 @@ def whole(path: str, kind: str) -> Iterator[None]:
 
 
 def _each(kind: Callable[[Files, str], TableFile], files: Files) -> list[TableFile]:
-    """All files, opened; far away several at a time, since each costs a few journeys."""
+    """Opens all files; remote ones concurrently."""
     if files.is_local or len(files.paths) == 1:
         return [kind(files, path) for path in files.paths]
     with concurrent.futures.ThreadPoolExecutor(min(_NUM_OPENED_AT_ONCE, len(files.paths))) as pool:

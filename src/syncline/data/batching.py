@@ -17,13 +17,13 @@ from syncline.errors import ConfigError, DataError
 from syncline.worker.current import current_job, has_current_job
 from syncline.worker.data.samples import Passes
 
-_STRETCH = 1 << 13  # positions whose order is worked out at once: by the batch, the calls alone would cost more
-_AT_ONCE_BYTES = 4 << 20  # for the same reason: as much as a processor's cache holds
+_STRETCH = 1 << 13  # positions whose order is computed at once: per batch, the call overhead would dominate
+_AT_ONCE_BYTES = 4 << 20  # for the same reason: about the size of a processor's cache
 SHARDS_END = (
     "where shards end shows when they are read; leave it out, and pass over small batches in the loop (`continue`), "
     "or give data that has a length"
 )
-_passes = Passes()  # of this process by itself: there is no job that could count them
+_passes = Passes()  # of this process without a job
 
 
 def read_batches(
@@ -32,9 +32,9 @@ def read_batches(
     order: Order | ChunkedOrder,
     batch_size: int | None = None,
 ) -> Iterator[Batch]:
-    """The samples that stand at these positions: one batch per array, or each array cut into such of `batch_size`.
+    """The samples at these positions: one batch per array, or batches of `batch_size`.
 
-    Small batches of one array of positions are read several at once, and handed out one by one.
+    Small batches of one array are read together and yielded one by one.
     """
     num_at_once = 1
     for some in positions:
@@ -50,7 +50,7 @@ def read_batches(
 
 
 def _cut(read: Batch, num_read: int, size: int) -> Iterator[Batch]:
-    """What was read, batch by batch: parts of its arrays, which nobody else holds."""
+    """Splits what was read into batches: slices of arrays that have no other user."""
     for start in range(0, num_read, size):
         if isinstance(read, dict):
             yield {name: values[start : start + size] for name, values in read.items()}
@@ -63,7 +63,7 @@ def _num_bytes(batch: Batch) -> int:
 
 
 def order_of(source: Source, *, shuffle: bool, seed: int = 0, epoch: int = 0) -> Order | ChunkedOrder:
-    """The order that suits a source: all samples mixed where any can be read alone, else chunk by chunk."""
+    """The order that suits a source: fully shuffled if samples can be read singly, else chunk by chunk."""
     if len(source.chunk_sizes) == 1:
         return Order(len(source), seed, epoch, shuffle)
     return ChunkedOrder(tuple(source.chunk_sizes), seed, epoch, shuffle)
@@ -113,7 +113,7 @@ def batches(
 
 
 def _checked(source: object, batch_size: object) -> int:
-    """The size of a batch, if this can be read in batches at all."""
+    """Validates the batch size and that the source can be read in batches."""
     if not isinstance(source, Source | ShardSource):
         raise ConfigError(
             f"batches are read from a source, and {type(source).__name__} is none; give syncline.data.ArraySource(…) "

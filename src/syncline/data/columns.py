@@ -20,7 +20,7 @@ from syncline.errors import DataError
 
 
 def as_array(column: Any, name: str, where: str) -> Array:
-    """The values of an Arrow column, first dimension rows; `where` is the file, for messages."""
+    """The values of an Arrow column, first dimension rows; `where`: the file, for messages."""
     arrow = needed("pyarrow", "Arrow columns")
     if isinstance(column, arrow.ChunkedArray):
         pieces = [as_array(piece, name, where) for piece in column.chunks]
@@ -48,8 +48,9 @@ def as_array(column: Any, name: str, where: str) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An array to be filled, in memory that Arrow keeps ready from one chunk to the next: NumPy's is the kernel's
-    again after each chunk, and comes back page by page, which takes several times as long as to fill it."""
+    """An uninitialized array in Arrow's pooled memory. NumPy returns memory to the kernel after each chunk, and
+    page faults take several times as long as filling it.
+    """
     if dtype.hasobject:
         return np.empty(shape, dtype)
     arrow = needed("pyarrow", "Arrow columns")
@@ -61,7 +62,7 @@ def unequal(name: str, where: str) -> str:
 
 
 def _joined(pieces: list[Array], name: str, where: str) -> Array:
-    """The pieces in which Arrow holds a column, as one array."""
+    """Joins the chunks of a column into one array."""
     widths = {piece.shape[1:] for piece in pieces if len(piece)}
     if len(widths) > 1:
         raise DataError(unequal(name, where))
@@ -69,7 +70,7 @@ def _joined(pieces: list[Array], name: str, where: str) -> Array:
 
 
 def _rectangle(values: Any, name: str, where: str) -> Array:
-    """Lists as a 2-D array, if all have one length."""
+    """Lists of equal length as a 2-D array."""
     if values.null_count:
         raise DataError(
             f"{where}: column '{name}' has {values.null_count:,} missing lists; fill them, or leave it out"

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST, wherever this machine has them: looked for in four places, believed only by checksum."""
+"""MNIST and Fashion-MNIST: searched in four places, verified by checksum."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from syncline.errors import DataError
 
 _log = logging.getLogger("syncline.data")
 
-#: Gives the content behind a URL, of at most so many bytes, or raises OSError or DataError.
+#: Fetches the content of a URL, with a size limit; raises OSError or DataError.
 Fetch = Callable[[str, int], bytes]
 
 _SYSTEM_FOLDER = pathlib.Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 _FETCH_SECONDS = 300.0  # for a whole file; the largest has 26 MB
-_SILENCE_SECONDS = 10.0  # for the connection, and between two pieces
+_SILENCE_SECONDS = 10.0  # for the connection, and between two chunks
 _MOST_BYTES = 64 << 20  # the largest file has 47 MB unzipped
 
-# SHA-256 of the unzipped files; zipped they differ from place to place, by name and time in the gzip header.
+# SHA-256 of the unzipped files; gzip headers differ by name and time.
 _SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -60,7 +60,7 @@ FASHION_MNIST_REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """A data set of four idx files: where to look for it, and by what to know it."""
+    """A data set of four idx files: where to look for it, and its checksums."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ class _Family:
 
 
 def download(url: str, most_bytes: int) -> bytes:
-    """The content behind a URL; a silent, slow or endless answer is an error like any other."""
+    """Fetches the content of a URL; a silent, slow or endless response is an error."""
     deadline = time.monotonic() + _FETCH_SECONDS
     content = bytearray()
     with urllib.request.urlopen(url, timeout=_SILENCE_SECONDS) as answer:
@@ -106,7 +106,7 @@ def mnist(
 
 
 def fashion_mnist_folder() -> tuple[str, pathlib.Path] | None:
-    """Where its files lie on this machine, with the name of the place. Their checksums are not read."""
+    """The local folder with its files, and the name of the place. Checksums are not verified."""
     family = _fashion_mnist()
     for label, folders in _places(family, None, cache_folder() / family.name):
         for folder in folders:
@@ -129,7 +129,7 @@ def _images_and_labels(
 
 
 def _find(family: _Family, name: str, folder: str | os.PathLike[str] | None, fetch: Fetch) -> npt.NDArray[np.uint8]:
-    """The array of one file from the first place where it is whole."""
+    """The array of one file from the first place with a valid one."""
     cache = cache_folder() / family.name
     answers: list[str] = []
     for label, folders in _places(family, folder, cache):
@@ -154,7 +154,7 @@ def _find(family: _Family, name: str, folder: str | os.PathLike[str] | None, fet
 def _places(
     family: _Family, folder: str | os.PathLike[str] | None, cache: pathlib.Path
 ) -> list[tuple[str, list[pathlib.Path]]]:
-    """The places on this machine, in order: what each is called, and which folders may have the files."""
+    """The local places in order: their names and candidate folders."""
     label, told = ("$SYNCLINE_DATA", data_folder()) if folder is None else ("the folder given", folder)
     return [
         (label, [] if told is None else [pathlib.Path(told), pathlib.Path(told) / family.name]),
@@ -164,7 +164,7 @@ def _places(
 
 
 def _checked(sha256: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
-    """The array in a file's content, zipped or not, if it is the one that was published."""
+    """The array in a file's content, zipped or not, if its checksum matches."""
     content = unzipped(content, source, _MOST_BYTES)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
@@ -173,7 +173,7 @@ def _checked(sha256: str, content: bytes, source: str) -> npt.NDArray[np.uint8]:
 
 
 def _downloaded(sha256: str, url: str, kept: pathlib.Path, fetch: Fetch) -> npt.NDArray[np.uint8]:
-    """The array of a downloaded file, kept in the cache from now on if that can be written."""
+    """The array of a downloaded file; stores it in the cache if that is writable."""
     say(f"downloading {url}")
     content = fetch(url, _MOST_BYTES)
     array = _checked(sha256, content, url)
@@ -185,7 +185,7 @@ def _downloaded(sha256: str, url: str, kept: pathlib.Path, fetch: Fetch) -> npt.
 
 
 def _save(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all, however many workers write it at once."""
+    """Writes a file atomically, even with several concurrent writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:

@@ -1,4 +1,4 @@
-"""What is imported only where it is needed: packages that a plain installation does not have."""
+"""Lazy imports of packages that a plain installation does not have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from syncline.errors import ConfigError
 
 
 def needed(module: str, what: str) -> Any:
-    """A module of the extra `data`; `what` cannot be read without it."""
-    if (found := sys.modules.get(module)) is not None:  # asked for every column of every chunk
+    """Imports a module of the extra `data`; `what` needs it."""
+    if (found := sys.modules.get(module)) is not None:  # called for every column of every chunk
         return found
     try:
         return importlib.import_module(module)

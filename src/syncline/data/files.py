@@ -1,6 +1,6 @@
-"""Where files lie: a path, a glob or a folder, on this machine or wherever fsspec has a driver.
+"""Files behind a path, a glob or a folder, local or on any fsspec file system.
 
-Paths of this machine, plain or `file://`, need no driver; all others (`s3://`, `memory://`, …) go through fsspec.
+Local paths, plain or `file://`, need no driver; all others (`s3://`, `memory://`, …) use fsspec.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ _CREDENTIALS = {  # protocol -> where to put them
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The files that a path means, in the order of their names."""
+    """The files of a path, sorted by name."""
 
-    path: str  #: as it was asked for
+    path: str  #: as given
     paths: tuple[str, ...]
-    driver: Any = None  #: fsspec's file system; None: this machine's
+    driver: Any = None  #: fsspec's file system; None: local
     made_in: int = dataclasses.field(default_factory=os.getpid)
 
     @property
@@ -69,19 +69,19 @@ class Files:
         return self.driver is None
 
     def open(self, path: str) -> IO[bytes]:
-        """One of the files, to be read. Raises DataError, which names it."""
+        """Opens one of the files. Raises a DataError that names it."""
         with explained(path):
             return open(path, "rb") if self.driver is None else self._driver_here().open(path, "rb")
 
     def _driver_here(self) -> Any:
-        """A driver may have threads, which a fork leaves behind: then one like it, which fsspec keeps."""
+        """The driver; a new one after a fork, which leaves its threads behind."""
         if os.getpid() == self.made_in:
             return self.driver
         return type(self.driver)(*self.driver.storage_args, **self.driver.storage_options)
 
 
 def found(path: str | os.PathLike[str], suffixes: tuple[str, ...], options: Mapping[str, Any] | None = None) -> Files:
-    """The files behind a path, a glob, or a folder (of which those with such a suffix count); at least one."""
+    """The files of a path, a glob, or a folder (those with these suffixes); at least one."""
     path = os.fspath(path)
     protocol, separator, rest = path.partition("://")
     if not separator or protocol == "file":
@@ -105,7 +105,7 @@ def found(path: str | os.PathLike[str], suffixes: tuple[str, ...], options: Mapp
 
 @contextlib.contextmanager
 def explained(path: str, protocol: str = "") -> Iterator[None]:
-    """What goes wrong with a path inside is a DataError or a ConfigError that says what to do."""
+    """Turns errors about a path into a DataError or ConfigError with the remedy."""
     protocol = protocol or path.partition("://")[0]
     try:
         yield
@@ -117,7 +117,7 @@ def explained(path: str, protocol: str = "") -> Iterator[None]:
         package = _DRIVERS.get(protocol)
         remedy = f"pip install {package}" if package else f"install fsspec's driver for it ({error})"
         raise ConfigError(f"{path}: no driver for {protocol}:// is installed: {remedy}") from error
-    except Exception as error:  # drivers raise whatever their own libraries raise
+    except Exception as error:  # drivers raise errors of their own libraries
         kind = type(error).__name__
         if "Credentials" in kind:
             raise DataError(f"{path}: there are no credentials for {protocol}://: {_remedy(protocol)}") from error
@@ -136,7 +136,7 @@ def _remedy(protocol: str) -> str:
 
 
 def _refused(path: str, protocol: str) -> str:
-    """What to do about an access that was refused."""
+    """What to do about a refused access."""
     if "://" not in path or protocol == "file":
         return "let this user read it (`chmod`, `chown`), or run as one who may"
     return f"check whose credentials these are; for others: {_remedy(protocol)}"
@@ -157,14 +157,14 @@ def _local(path: str, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def _walked(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
-    """The files below a folder, through links too: each folder once, whatever leads to it, and no hidden ones."""
+    """The files below a folder, following links: each folder once, no hidden ones."""
     with explained(folder):
         found = os.stat(folder)
         if (found.st_dev, found.st_ino) in seen:
             return
         seen.add((found.st_dev, found.st_ino))
         with os.scandir(folder) as entries:
-            inside = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))  # a link's target goes first
+            inside = sorted(entries, key=lambda entry: (entry.is_symlink(), entry.name))  # real entries before links
         for entry in inside:
             if not entry.is_dir():
                 yield entry.path
@@ -173,7 +173,7 @@ def _walked(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
 
 
 def _remote(driver: Any, root: str, suffixes: tuple[str, ...]) -> list[str]:
-    if _has_magic(root.replace("?", "") if root.startswith("http") else root):  # a URL's query is no glob
+    if _has_magic(root.replace("?", "") if root.startswith("http") else root):  # a URL's query is not a glob
         return sorted(name for name, entry in driver.glob(root, detail=True).items() if entry["type"] == "file")
     if driver.isdir(root):
         return sorted(name for name in driver.find(root) if _counts(name, root, suffixes))

@@ -1,4 +1,4 @@
-"""Reads idx files, the format of the MNIST family: magic number, dimensions, the bytes of one array."""
+"""Reads idx files, the format of the MNIST family: magic number, dimensions, data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_idx(path: str | pathlib.Path, most_bytes: int = 1 << 30) -> npt.NDArray
 
 
 def read_bounded(path: str | pathlib.Path, most_bytes: int) -> bytes:
-    """A file's bytes as they are; a longer file is not read."""
+    """A file's bytes; a longer file is refused."""
     try:
         with open(path, "rb") as file:
             content = file.read(most_bytes + 1)
@@ -39,9 +39,9 @@ def read_bounded(path: str | pathlib.Path, most_bytes: int) -> bytes:
 
 
 def unzipped(content: bytes, name: str, most_bytes: int) -> bytes:
-    """What is inside a gzip file, never over `most_bytes`; other content as it is.
+    """Unzips gzip content, up to `most_bytes`; other content is returned unchanged.
 
-    The content decides, not a file's name: no idx file starts as gzip files do, and browsers unzip silently.
+    The content decides, not the name: idx files never look like gzip, and browsers unzip silently.
     """
     if not content.startswith(_GZIP_MAGIC):
         return content
@@ -56,7 +56,7 @@ def unzipped(content: bytes, name: str, most_bytes: int) -> bytes:
 
 
 def parse_idx(content: bytes, name: str) -> npt.NDArray[np.uint8]:
-    """The array in the content of an idx file; read-only, since it shares the memory of `content`."""
+    """The array in an idx file; read-only, since it shares the memory of `content`."""
     if len(content) < 4 or content[:2] != b"\0\0":
         raise DataError(f"{name}: not an idx file: it starts with {content[:4].hex(' ') or 'nothing'}")
     if content[2] != _UBYTE:

@@ -1,1 +1,1 @@
-"""How a job comes to life: init(), local processes, other hosts."""
+"""Starting a job: init(), local processes, other hosts."""

@@ -1,4 +1,4 @@
-"""torch's compiler, which its first optimizer loads: a second's worth of modules that most processes never use."""
+"""Avoids loading torch's compiler, which the first optimizer imports: a second that most processes do not need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NAME = "torch._dynamo"
 
 
 def leave_out_the_compiler() -> None:
-    """Where torch is loaded. A script that compiles loads it all the same.
+    """Call it after torch is loaded. A script that compiles still loads the compiler.
 
-    torch marks a method as not to be compiled at its first call, and looks whether it has a mark before it loads the
-    compiler to make one. Where it does not look, nothing is lost but that second.
+    torch marks a method as not compilable at its first call, and checks for an existing mark before it loads the
+    compiler. If it stops checking, only that second is lost.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or _NAME in sys.modules:
@@ -27,7 +27,7 @@ def leave_out_the_compiler() -> None:
 def _marked(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any, **options: Any) -> Any:
         compiler: Any = sys.modules.get(_NAME)
-        if compiler is None or not hasattr(compiler, "disable"):  # not there, or about to be
+        if compiler is None or not hasattr(compiler, "disable"):  # missing, or being imported
             return plain(*given, **options)
         made = compiler.disable(plain, True, wrapping=False)
         setattr(plain, "__dynamo_disable", made)

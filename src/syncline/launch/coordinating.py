@@ -19,19 +19,19 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.store.journal import Journal
 
-#: After the end, this long for the others to hear of it and for the launcher to ask for the verdict.
+#: After the end: time for members to learn of it and for the launcher to ask for the outcome.
 LINGER_SECONDS = 1.5
 JOURNAL = "journal.db"
 
 
 def run_coordinator(
-    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, takes_up: bool = False
+    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, resumes: bool = False
 ) -> int:
-    """Serves until the job has ended; the exit code says how. `takes_up`: an earlier one has died."""
+    """Serves until the job has ended; returns the exit code. `resumes`: an earlier coordinator has died."""
     outcomes: list[Outcome] = []
     log = say("coordinator")
     faults.arm("coordinator", file.folder)
-    journal = open_journal(file, takes_up=takes_up)
+    journal = open_journal(file, resumes=resumes)
     coordinator = Coordinator(
         file.given, log=log, ended=outcomes.append, journal=journal, job=file.job, term=journal.term
     )
@@ -60,16 +60,18 @@ def run_coordinator(
 
 
 def _wait_for_the_save(file: JobFile) -> None:
-    """SIGTERM of the whole job: it is saved first, by this process too. Of this one alone: it ends, as ever."""
+    """On SIGTERM of the whole job: the job is saved first, also by this process. If only this process is told to
+    end, it ends.
+    """
     if file.given.get("checkpoint") and threading.current_thread() is threading.main_thread():
         told = lifeline.ToldToEnd(lambda: os.kill(os.getpid(), signal.SIGTERM), saves=True)
         signal.signal(signal.SIGTERM, told)
 
 
-def open_journal(file: JobFile, *, takes_up: bool) -> Journal:
-    """The job's memory: a new one for a new job, the old one for one that goes on. Never the one for the other."""
+def open_journal(file: JobFile, *, resumes: bool) -> Journal:
+    """The job's journal: a new one for a new job, the existing one for a running job."""
     path = pathlib.Path(file.folder) / JOURNAL
-    if takes_up:
+    if resumes:
         return Journal.open(path, file.job)
     path.parent.mkdir(parents=True, exist_ok=True)
     return Journal.create(path, file.job)

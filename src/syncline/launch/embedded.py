@@ -1,4 +1,4 @@
-"""Coordinator, server and worker inside one process: what `init()` starts without a launcher."""
+"""Coordinator, server and worker in one process: what `init()` starts without a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from syncline.worker.session import CoordinatorHandlers
 
 
 class InProcess:
-    """A coordinator and some servers in this process; workers are added to it, and any of them may be killed."""
+    """A coordinator and servers in this process. Workers are added to it, and any member may be killed."""
 
     def __init__(self, given: Mapping[str, Any], folder: pathlib.Path, job: str = "in-process") -> None:
         self._job = job
@@ -43,18 +43,18 @@ class InProcess:
         self._servers: dict[str, Any] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
         self._links: dict[str, Link] = {}
-        self.num_cores = configuration.num_cores()  #: of every host that members say to be on
-        self.shares_memory = True  #: workers with servers; False: bytes travel, as over sockets
+        self.num_cores = configuration.num_cores()  #: of every simulated host
+        self.shares_memory = True  #: between workers and servers; False: bytes are copied, as over sockets
         self._hosts: dict[str, str] = {}  # of members
         self._peers: dict[str, Peers] = {}  # of workers, by name
-        self._hatches: dict[str, DeviceChannel] = {}  # to the servers of their processes
-        self._change = threading.Condition()  # of these
+        self._device_channels: dict[str, DeviceChannel] = {}  # by worker
+        self._change = threading.Condition()  # notified when these change
 
     def stamp(self) -> Stamp:
         return Stamp(self._job)
 
     def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
-        """A connection held by `one`, whose other end answers by `theirs`."""
+        """A connection of `one` whose other end answers with `theirs`."""
         left, right = memory.pair(one, two)
         if not self._are_near(one, two):
             left.shares_memory = right.shares_memory = False
@@ -67,14 +67,14 @@ class InProcess:
         return left
 
     def _are_near(self, one: Peer, two: Peer) -> bool:
-        """Whether two members share memory; in a ring those of one process do in any case."""
+        """Whether two members share memory; those of one process in a ring always do."""
         if not self.coordinator.config.is_ring:
             return self.shares_memory or (one.role, two.role) != ("worker", "server")
         same = self._hosts.get(one.name) == self._hosts.get(two.name)
         return (self.shares_memory and same) or one.name == partner_of(two.name)
 
     def link(self, role: str, name: str, service: Any, stamp: Stamp) -> Link:
-        """A member's way to the coordinator."""
+        """A member's link to the coordinator."""
 
         def dial() -> Connection:
             return self._pair(Peer(role, name, 0), Peer("coordinator", "coordinator", 0), self.coordinator)
@@ -96,7 +96,7 @@ class InProcess:
         from syncline.server.service import Server
         from syncline.server.storage import home_of
 
-        home = self._hatched_home(name) or home_of(self.coordinator.config.server_device, say(name))
+        home = self._channel_storage(name) or home_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
 
         def dial(member: Member) -> Endpoint:
@@ -130,16 +130,18 @@ class InProcess:
         process = self._process_of(name)
         return Join(role, name, host, 0, None, dict(defaults), process, "in-process", "", self.num_cores)
 
-    def _hatched_home(self, name: str) -> Any:
-        """With `--sums nccl`; where there is no GPU, the twin of one."""
+    def _channel_storage(self, name: str) -> Any:
+        """With `--sums nccl`; without a GPU on the CPU."""
         if self.coordinator.config.sums != "nccl":
             return None
         import torch
 
         from syncline.server.device_storage import ChannelStorage
 
-        hatch = self._hatches[partner_of(name)] = DeviceChannel("cuda:0" if torch.cuda.is_available() else "cpu")
-        return ChannelStorage(hatch, say(name))
+        device_channel = self._device_channels[partner_of(name)] = DeviceChannel(
+            "cuda:0" if torch.cuda.is_available() else "cpu"
+        )
+        return ChannelStorage(device_channel, say(name))
 
     def _server(self, name: str) -> Any:
         if name not in self._servers:
@@ -149,14 +151,14 @@ class InProcess:
     def ask_to_join(
         self, name: str, defaults: Mapping[str, Any], host: str = "local"
     ) -> tuple[Link, CoordinatorHandlers, Stamp, Call]:
-        """A worker's question to be a member, not waited for."""
+        """A worker's request to join; does not wait."""
         stamp, handlers, self._hosts[name] = self.stamp(), CoordinatorHandlers(), host
         link = self.link("worker", name, handlers, stamp)
         call = link.try_call(self._greeting("worker", name, host, defaults))
         return link, handlers, stamp, call
 
     def _process_of(self, name: str) -> str:
-        """In a ring the two members of one number are one process."""
+        """In a ring the two members with the same number are one process."""
         token, partner = secrets.token_hex(8), partner_of(name)
         known = self.coordinator.membership.state.processes
         return known.get(partner, token) if self.coordinator.config.is_ring else token
@@ -188,11 +190,11 @@ class InProcess:
             peers=peers,
             on_close=self.close if embedded else peers.close,
         )
-        job.exchange.routes.hatch = self._hatches.get(me.name)
+        job.exchange.routes.device_channel = self._device_channels.get(me.name)
         return job
 
     def peers_of(self, member: Member) -> Peers:
-        """The ways of another worker in this process. One that has just joined is told of before it has any."""
+        """The links of another worker in this process. A worker that has just joined may not have them yet."""
 
         def found() -> Peers | None:
             peers = self._peers.get(member.name)
@@ -207,8 +209,7 @@ class InProcess:
         return peers
 
     def kill(self, name: str) -> None:
-        """This member is gone from one moment to the next: its connections break, and nobody answers for it. In a
-        ring the other member of its process is too."""
+        """Kills this member: its connections break without notice. In a ring its partner dies too."""
         names = [name, partner_of(name)] if self.coordinator.config.is_ring else [name]
         servers = [self._servers.pop(one) for one in names if one in self._servers]
         for endpoint in [endpoint for one in names for endpoint in self._endpoints.pop(one, [])]:
@@ -241,8 +242,7 @@ class InProcess:
 
 
 class _Twin:
-    """How a worker in this process reaches another one. Of different hosts, or with `--transport tcp`, they share no
-    memory."""
+    """Connects two workers of this process. On different hosts, or with `--transport tcp`, they share no memory."""
 
     def __init__(self, process: InProcess, me: Member) -> None:
         self._process, self._me = process, me
@@ -264,16 +264,16 @@ class _Twin:
 
 
 def _ignore(over: Over) -> None:
-    """In one process the worker's own end is everybody's."""
+    """In one process the worker's end is enough for all."""
 
 
 def start_embedded(defaults: Mapping[str, Any]) -> Job:
-    """A job of one worker in this process. Without torch in it, the server is a child process."""
+    """A job of one worker in this process. Without torch the server is a child process."""
     toml = configuration.read_toml(pathlib.Path.cwd())
     elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
     given = {key: value for key, value in toml.items() if key not in elsewhere}
     check_settings(configuration.resolve(given, defaults))
-    given.update(workers=1, servers=1, exchange="servers")  # alone, either exchange comes to the same
+    given.update(workers=1, servers=1, exchange="servers")  # with one worker both exchanges are the same
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
     given = settle_saving(given, is_shared=False)

@@ -21,8 +21,9 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def hold(config: JobConfig, *, keeps: bool = False) -> Iterator[pathlib.Path]:
-    """The job's folder, for this process alone while it lasts. `keeps`: an earlier job of that name goes on here;
-    otherwise its logs and its journal make way."""
+    """Holds the job's folder exclusively. `keeps`: continues an earlier job of that name; otherwise its logs and
+    journal are removed.
+    """
     folder = pathlib.Path(config.runs) / config.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +36,9 @@ def hold(config: JobConfig, *, keeps: bool = False) -> Iterator[pathlib.Path]:
 
 
 def claim_name(runs: pathlib.Path, name: str) -> str:
-    """This name, or the first of NAME-2, NAME-3, … that has no folder: it has one now. Of two jobs that start in the
-    same second each gets its own."""
+    """This name, or the first free one of NAME-2, NAME-3, …; creates its folder. Concurrent starts get different
+    names.
+    """
     number = 1
     while True:
         found = name if number == 1 else f"{name}-{number}"
@@ -75,8 +77,8 @@ def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
 
 
 def _lock(path: pathlib.Path) -> int | None:
-    """The locked file, or None when another process has it. A file that its last holder removed is not it."""
-    num_tries = 5  # whoever only looks has it for a moment
+    """The locked file, or None if another process holds it. Checks that the path still means the locked file."""
+    num_tries = 5  # readers hold it for a moment only
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -97,7 +99,7 @@ def _lock(path: pathlib.Path) -> int | None:
 
 
 def holder_of(folder: pathlib.Path) -> int:
-    """The process that runs the job of this folder; 0: none does."""
+    """The process that runs the job of this folder; 0: none."""
     try:
         with open(folder / LOCK, "rb") as file:
             try:
@@ -121,7 +123,7 @@ def _clear(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def found_by_others(folder: pathlib.Path, file: JobFile) -> Iterator[None]:
-    """While it lasts, the job file stands in the folder: `syncline status NAME` and others find the job by it."""
+    """Publishes the job file in the folder for the duration: `syncline status NAME` and others find the job by it."""
     path = folder / JOB_FILE
     jobfile.write(path, file)
     try:
@@ -131,13 +133,13 @@ def found_by_others(folder: pathlib.Path, file: JobFile) -> Iterator[None]:
 
 
 def running_jobs(runs: pathlib.Path) -> list[str]:
-    """The names of the jobs that run under this folder."""
+    """The names of the running jobs under this folder."""
     found = sorted(path.parent.name for path in runs.glob(f"*/{LOCK}"))
     return [name for name in found if holder_of(runs / name)]
 
 
 def job_folders(runs: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of all jobs under this one, whether they run or have ended."""
+    """The folders of all jobs under this one, running or ended."""
     try:
         folders = [path for path in runs.iterdir() if path.is_dir()]
     except OSError:
@@ -148,7 +150,7 @@ def job_folders(runs: pathlib.Path) -> list[pathlib.Path]:
 
 
 def find_job(job: str, runs: pathlib.Path) -> JobFile:
-    """The job file of a job: by its name under `runs`, or by the path of the file itself."""
+    """Finds a job file: by the job's name under `runs`, or by path."""
     folder, path = runs / job, pathlib.Path(job)
     if "/" not in job and (folder / JOB_FILE).is_file():
         if holder_of(folder):

@@ -1,4 +1,4 @@
-"""What a member writes, line by line, as it comes; and whether all of it was passed on when the member has ended."""
+"""Forwards a member's output line by line, and tells whether all of it was forwarded when the member has ended."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-#: Taken out of the pipe at once; a pipe holds as much.
+#: Read size; the capacity of a pipe.
 _CHUNK_BYTES = 1 << 16
 _LOOK_SECONDS = 0.005
 
 
 class Forwarder:
-    """Reads a member's output in a thread of its own, to the end; each line goes to `take`."""
+    """Reads a member's output in its own thread to the end; each line goes to `take`."""
 
     def __init__(self, name: str, output: IO[bytes], take: Callable[[bytes], None]) -> None:
         self._output, self._take = output, take
-        self._is_idle = False  # set when all that was read is passed on, taken back before more is read
-        self._num_bytes = 0  # passed on
+        self._is_idle = False  # set when everything read is forwarded, cleared before more is read
+        self._num_bytes = 0  # forwarded
         self._thread = threading.Thread(target=self._run, name=f"log {name}", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Of a member that has ended: returns when all that it has written is passed on; whether it is. Something
-        that it has left behind may hold the pipe open, silent or not: that is not waited for."""
+        """For a member that has ended: waits until its output is forwarded; returns whether it is. A child process
+        may hold the pipe open; its output is not waited for.
+        """
         begun, deadline = self._num_bytes, time.monotonic() + seconds
         while not (is_through := self._is_through(begun)) and time.monotonic() < deadline:
             self._thread.join(_LOOK_SECONDS)
         return is_through
 
     def _is_through(self, begun: int) -> bool:
-        """`begun`: what was passed on before; a whole pipe later, and what was just read, the rest is of others."""
+        """`begun`: bytes forwarded before. After a full pipe more, the rest is from other processes."""
         if not self._thread.is_alive() or self._num_bytes - begun >= 2 * _CHUNK_BYTES:
             return True
-        with contextlib.suppress(ValueError, OSError):  # it is closed in this moment
-            # In this order: what is not in the pipe any more was read while it was not idle.
+        with contextlib.suppress(ValueError, OSError):  # being closed right now
+            # In this order: data that left the pipe was read while it was not idle.
             return not _wait_for(self._output.fileno(), 0.0) and self._is_idle
         return False
 

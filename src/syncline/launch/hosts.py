@@ -1,4 +1,4 @@
-"""How many workers there are, and which member runs on which host."""
+"""The number of workers, and which member runs on which host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.errors import ConfigError
 
 
 def parse_hosts(text: str) -> list[tuple[str, int]]:
-    """`a:4,b:4` as pairs of host and number of workers; a host without a number has one."""
+    """Parses `a:4,b:4` into pairs of host and number of workers; the default number is one."""
     found: list[tuple[str, int]] = []
     for word in text.split(","):
         host, colon, count = word.strip().rpartition(":")
@@ -27,9 +27,9 @@ def parse_hosts(text: str) -> list[tuple[str, int]]:
 
 
 def parse_workers(text: str) -> dict[str, int | bool]:
-    """`4`, or `2:8`: the least and the most; the number to start with then follows from what is there (0).
+    """Parses `4`, or `2:8`: the least and the most; then the starting number follows from the machine (0).
 
-    `auto:1:8`: starts with the least, and more are added while they pay.
+    `auto:1:8`: starts with the least, and adds workers while they pay off.
     """
     is_auto = text.startswith("auto:")
     least, colon, most = text.removeprefix("auto:").partition(":")
@@ -44,7 +44,7 @@ def parse_workers(text: str) -> dict[str, int | bool]:
 
 
 def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings with a number of workers to start with: as many as the hosts have, or as there is room."""
+    """Adds the starting number of workers to the settings: as many as the hosts have, or as there is room for."""
     settled = dict(given)
     least, most = int(given.get("least_workers", 0)), int(given.get("most_workers", 0))
     said = int(given.get("workers", 0))
@@ -64,7 +64,7 @@ def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
-    """The host for one more member: the one with the fewest of its role, the first of them."""
+    """The host for another member: the first one with the fewest of its role."""
     hosts = [host for host, _ in parse_hosts(config.hosts)] if config.hosts else ["local"]
     counts = dict.fromkeys(hosts, 0)
     for name, host in where.items():
@@ -74,7 +74,7 @@ def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
 
 
 def assign(config: JobConfig) -> dict[str, str]:
-    """Member name to host: workers as `hosts` says, servers in turn over the hosts, or in a ring beside workers."""
+    """Member name to host: workers as in `hosts`, servers in turn over the hosts, or in a ring beside workers."""
     if not config.hosts:
         hosts = ["local"]
         workers = ["local"] * config.workers
@@ -90,7 +90,7 @@ def assign(config: JobConfig) -> dict[str, str]:
 
 
 def local_place(config: JobConfig, worker: str, host: str) -> int:
-    """The place of a worker among those of its host at the start; of one that came later, in turn."""
+    """The index of a worker among those of its host at the start; for later ones, in turn."""
     workers = [name for name, where in assign(config).items() if name.startswith("worker-") and where == host]
     number = worker.rpartition("-")[2]
     if worker in workers:

@@ -1,4 +1,4 @@
-"""The job file: where the coordinator is, and the secret token. Mode 0600; it never stands on a command line."""
+"""The job file: the coordinator's address and the secret token. Mode 0600; never on a command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncline.errors import ConfigError
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a process needs to find its job and prove that it belongs to it."""
+    """What a process needs to find its job and to authenticate."""
 
     job: str  #: public id
     token: str  #: secret, hexadecimal
@@ -39,10 +39,10 @@ def new(host: str, port: int, given: dict[str, Any]) -> JobFile:
 
 
 def write(path: pathlib.Path, file: JobFile) -> None:
-    """Writes the file for its owner's eyes only, whole or not at all."""
+    """Writes the file atomically, readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # Nobody may have put a file or a link of that name there before.
+        # O_EXCL: refuses an existing file or link of that name.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             out.write(msgspec.json.format(msgspec.json.encode(file), indent=2))
@@ -52,7 +52,7 @@ def write(path: pathlib.Path, file: JobFile) -> None:
 
 
 def read(path: pathlib.Path) -> JobFile:
-    """Reads a job file; one that others can read, or that is not one, is refused."""
+    """Reads a job file; refuses an invalid one, or one that others can read."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

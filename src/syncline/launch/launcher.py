@@ -18,17 +18,10 @@ from syncline.core.wire.control import Died, Standings
 from syncline.errors import SynclineError
 from syncline.launch import lifeline
 from syncline.launch.folder import JOURNAL
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.lives import Life, Lives, Screen
-from syncline.launch.processes import (
-    LOCAL_HOSTS,
-    MemberPlan,
-    MemberProcess,
-    exit_code,
-    start_member,
-    start_standby,
-)
+from syncline.launch.processes import MemberPlan, MemberProcess, exit_code, start_member
 from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_not_again
-from syncline.launch.standby import STANDBY_AFTER_SECONDS, Standby
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
 from syncline.launch.watching import Watching
@@ -69,15 +62,14 @@ class Launcher:
         grow: Grow,
         max_restarts: int = 3,
         remote: str = "",
-        start: Callable[[MemberPlan, str, Standby], MemberProcess] = start_member,
-        standby: Standby | None = None,
+        start: Callable[[MemberPlan, str, ForkServer | None], MemberProcess] = start_member,
+        fork_server: ForkServer | None = None,
         save: Callable[[str], Saved] | None = None,
     ) -> None:
         """`save`: has the job saved, where it knows where to."""
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
         self._grow, self._save, self._may_restart = grow, save, max_restarts > 0
-        self._standby = Standby(start_standby) if standby is None else standby
-        self._lives = Lives(screen, folder, lambda plan: start(plan, remote, self._standby), self._unread)
+        self._lives = Lives(screen, folder, lambda plan: start(plan, remote, fork_server), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, MemberPlan, str]] = {}  # to be started again: when, what, why
         self._tally = Tally(time.monotonic())
@@ -124,7 +116,6 @@ class Launcher:
             if self._is_over():
                 return
             self._start_due()
-            self._keep_standby()
             self._end_fenced()
             time.sleep(POLL_SECONDS)
 
@@ -368,19 +359,11 @@ class Launcher:
             if line := self._unsaid.pop(name, ""):
                 self._say(line)
             begun = self._watching.has_answered or (self._folder / JOURNAL).exists()
-            takes_up = plan.role == "coordinator" and begun
+            resumes = plan.role == "coordinator" and begun
             self._tally.starts_again(name)
-            self._lives.begin(msgspec.structs.replace(plan, takes_up=takes_up, starts_again=True), why)
+            self._lives.begin(msgspec.structs.replace(plan, resumes=resumes, starts_again=True), why)
         if self._has_ended:
             self._due.clear()
-
-    def _keep_standby(self) -> None:
-        """Where a server may die here, the process of the next one is ready."""
-        standings = self._standings
-        if standings is None or standings.seconds < STANDBY_AFTER_SECONDS or self._has_ended or not self._may_restart:
-            return
-        if any(life.plan.role == "server" and life.plan.host in LOCAL_HOSTS for life in self._lives.values()):
-            self._standby.make_ready()
 
     def _grow_to(self, standings: Standings) -> None:
         """More are wanted: the next free names. When fewer are, the coordinator retires some itself."""
@@ -471,7 +454,6 @@ class Launcher:
         for standings in self._watching.take():
             self._tally.see(standings, time.monotonic())
         self._watching.stop()
-        self._standby.close()
         seconds = CLOSE_SECONDS if went_well else STOP_SECONDS
         self._lives.stop(seconds, asks=not went_well, hear_seconds=HEAR_SECONDS if self._failure else 0.0)
         self._watching.close()

@@ -1,8 +1,8 @@
-"""A member's standard input: it is open as long as the launcher lives, and what comes over it is about the job's end.
+"""A member's standard input: open as long as the launcher lives; it carries messages about the job's end.
 
-A signal does not say whether it went to one member or to all of the job, as a cluster's does. So where a job is saved
-before it ends, a member that is told to end waits for the launcher's word first: if that is told to end too, it has
-the job saved, and ends all.
+A signal does not tell whether it went to one member or, as from a cluster, to the whole job. So if a job is saved
+before it ends, a member that gets SIGTERM first waits for the launcher: if the launcher got it too, it has the job
+saved and ends all members.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-#: For the launcher's word that the signal went to all.
+#: How long to wait for the launcher to say that the signal went to all.
 WORD_SECONDS = 2.0
-#: The launcher is told to end, and has the job saved first / has seen to that.
+#: The launcher will end and saves the job first / has done so.
 SAVES, ENDS = b"s", b"e"
 _is_saving, _ends = threading.Event(), threading.Event()
 
 
 def hold() -> None:
-    """Standard input stays open somewhere else; when it closes, the launcher is gone and so are we."""
+    """Moves standard input to another descriptor; when it closes, the launcher is gone and this process ends."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     lifeline = os.dup(0)
@@ -51,16 +51,16 @@ def _end_group() -> None:
 
 
 def tell(stdin: IO[bytes], word: bytes) -> None:
-    """The launcher's word to a member."""
+    """Sends the launcher's message to a member."""
     with contextlib.suppress(OSError, ValueError):
         stdin.write(word)
         stdin.flush()
 
 
 class ToldToEnd:
-    """What a member does about SIGTERM: `action` at the first one, at the second it ends at once.
+    """Handles SIGTERM in a member: runs `action` at the first one, ends at the second.
 
-    `saves`: the job is saved first, if it was told to end as a whole.
+    `saves`: the job is saved first, if it ends as a whole.
     """
 
     def __init__(self, action: Callable[[], None], *, saves: bool) -> None:
@@ -69,7 +69,7 @@ class ToldToEnd:
         self._owner = os.getpid()
 
     def __call__(self, number: int, frame: object) -> None:
-        if self._is_told or os.getpid() != self._owner:  # what a script has forked inherits this
+        if self._is_told or os.getpid() != self._owner:  # inherited by a script's forks
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -81,6 +81,6 @@ class ToldToEnd:
 
     def _wait(self) -> None:
         if _is_saving.wait(WORD_SECONDS):
-            self._is_told = False  # the launcher says it once more when the job is saved
+            self._is_told = False  # the launcher sends it again when the job is saved
         else:
             self._action()

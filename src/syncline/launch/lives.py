@@ -1,4 +1,4 @@
-"""The processes of a job's members, one life of each at a time: how they start, what they write, how they end."""
+"""The processes of a job's members, one life of each at a time: start, output, end."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from syncline.launch.forwarding import Forwarder
 from syncline.launch.oom import OomKills
 from syncline.launch.processes import MemberPlan, MemberProcess, describe_exit
 
-#: What a server says when it was told to end: true where the job goes on without it, and there only.
+#: What a server prints on SIGTERM; only true if the job goes on without it.
 LEAVES = "leaves: its slices go to other servers"
-#: Between the first word to end (finish your step and leave) and the second (end at once).
+#: Between the first SIGTERM (finish the step and leave) and the second (end at once).
 SECOND_WORD_SECONDS = 0.05
-#: For what a member that has ended had written to be passed on: before its end is told, and before our own.
+#: Time to forward the output of an ended member: before its end is reported, and before our own.
 TOLD_SECONDS, LAST_SECONDS = 0.2, 30.0
 
 
 class Screen(Protocol):
-    """Where the job's output and progress are shown."""
+    """Shows the job's output and progress."""
 
     def line(self, member: str, text: str) -> None:
         """One line that a member wrote."""
 
     def progress(self, standings: Standings) -> None:
-        """How the job stands."""
+        """The job's standings."""
 
     def verdict(self, text: str) -> None:
-        """How the job ended."""
+        """The job's outcome."""
 
 
 @dataclasses.dataclass
@@ -43,24 +43,24 @@ class Life:
     plan: MemberPlan
     process: MemberProcess
     forwarder: Forwarder
-    has_pushed: bool = False  # or has a slice: this life was of use
-    has_position: bool = True  # its last commit had one: a new life can go on behind it
+    has_pushed: bool = False  # or has a slice: this life was useful
+    has_position: bool = True  # of its last commit: a new life can continue after it
     incarnation: int = 0
-    had_left: bool = False  # the life before had left the job, and may still be on its list
-    missing_since: float | None = None  # the coordinator does not count it any more
-    is_ended_here: bool = False  # it was evicted, did not hear of it, and the launcher has killed it
+    had_left: bool = False  # the life before had left the job and may still be listed
+    missing_since: float | None = None  # the coordinator no longer counts it
+    is_ended_here: bool = False  # evicted without noticing, and killed by the launcher
     oom_kills_at_start: int = 0  # by the kernel's counters
-    is_out_of_memory: bool = False  # by them it has ended so
+    is_out_of_memory: bool = False  # as these tell
 
     def describe_end(self, code: int) -> str:
-        """How it ended, in words: a kill of our own is none of the machine's."""
+        """Describes the end; a kill by the launcher is not blamed on the machine."""
         if self.is_ended_here:
             return "was evicted, and ended by the launcher"
         return describe_exit(code, is_out_of_memory=self.is_out_of_memory)
 
 
 class Lives:
-    """All processes that the launcher has started. `start` is the seam for other engines."""
+    """All processes started by the launcher. `start` can be replaced by other engines."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Lives:
         unread: Callable[[], None],
     ) -> None:
         self._screen, self._folder, self._start = screen, folder, start
-        self._unread = unread  # hears that nobody reads our own output any more
+        self._unread = unread  # called when our own output is closed
         self._current: dict[str, Life] = {}
         self._oom_kills = OomKills()
-        self._unheard: list[Life] = []  # ended, and not all that they wrote is passed on
+        self._unheard: list[Life] = []  # ended, with output not yet forwarded
         self._log_failed = False
-        self._all_end = False  # they were told to
+        self._all_end = False  # they were told to end
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -92,7 +92,7 @@ class Lives:
     # -- one life -----------------------------------------------------------------------------------------
 
     def begin(self, plan: MemberPlan, why: str = "") -> Life:
-        """Starts a member; `why` it starts again stands in its log, between its lives."""
+        """Starts a member; the reason of a restart, `why`, goes to its log."""
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
         process = self._start(plan)
@@ -102,30 +102,30 @@ class Lives:
         return life
 
     def take_ended(self) -> list[tuple[Life, int]]:
-        """The lives that have ended since the last call, with their exit codes; they are ours no longer."""
+        """The lives that have ended since the last call, with their exit codes."""
         ended = [(life, code) for life in self.values() if (code := life.process.poll()) is not None]
         for life, code in ended:
             if code == -signal.SIGKILL:
                 life.is_out_of_memory = self._oom_kills.explains(life.process.pid, life.oom_kills_at_start)
             del self._current[life.plan.name]
             life.process.close_lifeline()
-            if not life.forwarder.wait(TOLD_SECONDS):  # its last words come before what is said of its end
+            if not life.forwarder.wait(TOLD_SECONDS):  # its output comes before the report of its end
                 self._unheard.append(life)
         return ended
 
     def _forward(self, name: str, raw: bytes) -> None:
-        """A line of a member: into its log, and onto the screen. Whatever fails there, the member is read on."""
+        """Writes a member's line to its log and the screen. Errors there do not stop the reading."""
         if self._all_end and raw.endswith(f"{LEAVES}\n".encode()):
             return
         self._keep(name, raw)
         if b"JobFailed: " in raw:
-            return  # it says what our own verdict will say
+            return  # our own outcome says the same
         try:
             self._screen.line(name, raw.decode("utf-8", "replace").rstrip("\n"))
         except BrokenPipeError:
             self._unread()
         except (OSError, ValueError):
-            return  # a screen that is full, or lacks a letter: the log has it
+            return  # a full screen, or an encoding error: the log has it
 
     def _keep(self, name: str, raw: bytes) -> None:
         try:
@@ -146,8 +146,9 @@ class Lives:
             life.process.signal(signal.SIGKILL)
 
     def stop(self, seconds: float, *, asks: bool, hear_seconds: float = 0.0) -> None:
-        """Waits for all to end by themselves, then ends them. `asks`: tells them first, twice: the first word lets
-        a member finish what it is at. Before that they have a moment to hear of the verdict, and to say so."""
+        """Waits for all to end, then ends them. `asks`: sends SIGTERM first, twice: the first lets a member finish
+        its step. Before that they have a moment to learn of the outcome and report it.
+        """
         if asks:
             self._wait(hear_seconds)
             self._all_end = True
@@ -164,7 +165,7 @@ class Lives:
             life.forwarder.wait(max(0.0, deadline - time.monotonic()))
 
     def tell(self, word: bytes) -> None:
-        """To all that live, over their lifelines."""
+        """Sends a message to all live members over their lifelines."""
         for life in self.alive():
             life.process.tell(word)
 

@@ -16,9 +16,9 @@ from syncline import faults
 from syncline.core.cores import own_cores, why_shared
 from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.extensions import see_beside
-from syncline.launch import lifeline
+from syncline.launch import lifeline, threads
 from syncline.launch.membership import say
-from syncline.launch.processes import STANDBY, MemberPlan
+from syncline.launch.processes import MemberPlan
 from syncline.launch.restarts import EVICTED
 from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
@@ -26,10 +26,8 @@ from syncline.launch.tracebacks import describe
 from syncline.worker.current import current_job, has_current_job
 
 
-def main() -> tuple[str, int]:
-    """Entry point of `python -m syncline.launch.member NAME`: the role that was played, and the exit code."""
-    if sys.argv[1:] == [STANDBY]:
-        from syncline.launch import serving  # noqa: F401  # what takes long: torch
+def member() -> int:
+    """A member's process from its plan to its end; a worker's exit code. Any other role ends the process itself."""
     plan = _read_plan()
     lifeline.hold()
     if plan.role == "worker":
@@ -38,7 +36,14 @@ def main() -> tuple[str, int]:
         os.chdir(plan.folder)
     num_sharing = 1 if keep_to_own_cores(plan) else plan.num_local_workers
     configuration.add_to_environment({**_threads(num_sharing), **plan.environment})
-    return plan.role, play(plan)
+    threads.settle()
+    code = play(plan)
+    if plan.role == "worker":
+        return code  # it ends as any script does: its threads are waited for, its exit handlers run
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The pool's threads may be in C code; the end of a server does not wait for them.
+    os._exit(code)
 
 
 def keep_to_own_cores(plan: MemberPlan) -> bool:
@@ -66,7 +71,7 @@ def play(plan: MemberPlan) -> int:
         if plan.role == "coordinator":
             from syncline.launch.coordinating import run_coordinator
 
-            return run_coordinator(plan.file, plan.listen_fd, takes_up=plan.takes_up)
+            return run_coordinator(plan.file, plan.listen_fd, resumes=plan.resumes)
         if plan.role == "server":
             from syncline.launch.serving import run_server
 
@@ -192,10 +197,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    role, code = main()
-    if role == "worker":
-        sys.exit(code)  # as any script ends: its threads are waited for, its exit handlers run
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The pool's threads may be in C code; the end of a server is not held up by them.
-    os._exit(code)
+    sys.exit(member())

@@ -1,4 +1,4 @@
-"""Joining a job by its job file: connect to the coordinator, say who one is, wait until the job is whole."""
+"""Joining a job by its job file: connect to the coordinator, join, wait until the job is formed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from syncline.net.rpc import Call, Endpoint, Service, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.worker.session import CoordinatorHandlers
 
-#: A member may start before its coordinator listens. Where that listens already, and is silent, it is starting too:
-#: then a member waits as long as for the job to be whole.
+#: A member may start before its coordinator listens. A coordinator that listens but is silent is still starting: then
+#: a member waits as long as for the job to be formed.
 CONNECT_SECONDS = 20.0
-#: Before a server on this host that has no time is dialled once more.
+#: Pause before a busy server on this host is dialled again.
 AGAIN_SECONDS = 0.5
 
 
 def say(who: str) -> Callable[[str], None]:
-    """Lines of ours on standard error, with the member's name."""
+    """Prints lines to standard error, with the member's name."""
 
     def line(text: str) -> None:
         sys.stderr.write(f"syncline: {who}: {text}\n")
@@ -48,13 +48,13 @@ def say(who: str) -> Callable[[str], None]:
 
 
 def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
-    """A connection to the coordinator, tried again for a while."""
+    """Connects to the coordinator, with retries."""
     began, listens, start_seconds = time.monotonic(), False, configuration.resolve(file.given).start_seconds
     while True:
         try:
             return tcp.connect_tcp(file.host, file.port, identity, 5.0)
         except OSError as error:
-            # Those who gave up before may fill its queue: then nobody gets as far as a handshake.
+            # Abandoned connections may fill its queue: then no handshake succeeds.
             listens = isinstance(error, NoAnswer) or (listens and isinstance(error, TimeoutError))
             passed, seconds = time.monotonic() - began, max(CONNECT_SECONDS, start_seconds if listens else 0.0)
             if passed > seconds:
@@ -66,21 +66,21 @@ def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
 
 
 def local_address(file: JobFile) -> str:
-    """The address under which this host is seen from the coordinator's side."""
+    """This host's address as seen from the coordinator."""
     with socket.socket(socket.AF_INET6 if ":" in file.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((file.host, file.port))  # sends nothing; asks the routing table
         return str(probe.getsockname()[0])
 
 
 def unix_name() -> str:
-    """A name for a Unix socket of ours: without a file where the system has that."""
+    """A name for a Unix socket; abstract if the system supports it."""
     if platform.system() == "Linux":
         return f"@syncline-{secrets.token_hex(16)}"
     return os.path.join(tempfile.gettempdir(), f"syncline-{secrets.token_hex(8)}")
 
 
 def process_kind() -> str:
-    """Processor and torch of this process: copies of a slice on equal ones are equal bit by bit."""
+    """Processor and torch version of this process: equal ones compute bit-equal results."""
     words = [platform.machine(), _processor()]
     torch = sys.modules.get("torch")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -89,7 +89,7 @@ def process_kind() -> str:
 
 
 def _processor() -> str:
-    """The name of this host's processor, where the system says it."""
+    """The name of this host's processor, if known."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("model name"):
@@ -100,9 +100,10 @@ def _processor() -> str:
 def greeting(
     role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any], process: str = ""
 ) -> Join:
-    """A process asks to be a member. The same question, asked again, is known to be from the same process.
+    """The request to join. A repeated one is recognized as from the same process.
 
-    `process`: in a ring a worker and its server give the same."""
+    `process`: in a ring the same for a worker and its server.
+    """
     process, own = process or secrets.token_hex(8), describe(configuration.own_cores())
     num_cores = configuration.num_cores()
     return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own, num_cores)
@@ -121,10 +122,10 @@ def join(
     process: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> Joined:
-    """Asks to be a member and waits until all are there; over a link, as often as the connection breaks.
+    """Joins and waits until the job is formed; over a link, repeated when the connection breaks.
 
-    `on_joined` runs before any other frame is read. `process`: as in a greeting. `check` is called before each
-    attempt: what it raises ends them.
+    `on_joined` runs before any other frame is read. `process`: as in `greeting`. `check` is called before each
+    attempt and may raise.
     """
     message = greeting(role, name, host, address, defaults, process)
     then = functools.partial(_hand_over, on_joined)
@@ -155,7 +156,7 @@ def myself(joined: Joined) -> Member:
 
 
 def open_link(file: JobFile, identity: tcp.Identity, handlers: CoordinatorHandlers, stamp: Stamp, who: str) -> Link:
-    """A worker's way to its coordinator, which is made again when it breaks."""
+    """A worker's link to its coordinator, re-established when it breaks."""
     first = True
 
     def dial() -> Connection:
@@ -178,24 +179,25 @@ def open_link(file: JobFile, identity: tcp.Identity, handlers: CoordinatorHandle
 
 
 def waiter_reads(joined: Joined) -> bool:
-    """Whether a worker's answers may stay in the socket until it waits for them.
+    """Whether a worker's replies may stay in the socket until it waits for them.
 
-    Not with several servers and a window, or with spare workers: what a commit does next follows from their answers,
-    while the script computes.
+    Not with several servers and a window, nor with spare workers: there a commit must act on replies while the script
+    computes.
     """
     config, num_servers = joined.config, sum(member.role == "server" for member in joined.members)
     return num_servers == 1 or (config.window == 0 and not parse_policy(config.policy).spare)
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: bool = False) -> SocketConnection:
-    """A connection to a server, or to another worker: shared memory where a file descriptor can be handed over, else
-    TCP. `is_own`: it is in this process, which shares memory with itself whatever is said of others."""
+    """Connects to a server or another worker: with shared memory if a file descriptor can be passed, else over
+    TCP. `is_own`: it is in this process and always shares memory.
+    """
     address = member.address
     assert address is not None
     if (config.transport != "tcp" or is_own) and address.unix:
         try:
             return _reach_beside(address.unix, identity)
-        except NoAnswer as error:  # it is on this host: no reason to go over sockets from now on
+        except NoAnswer as error:  # it is on this host: retry instead of using TCP
             raise ConnectionLost(f"{member.name} does not answer: {error}") from None
         except OSError as error:
             if config.transport == "shm":
@@ -209,7 +211,7 @@ def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: 
 
 
 def _reach_beside(path: str, identity: tcp.Identity) -> SocketConnection:
-    """Who listens and is silent has no time: once more."""
+    """A listener that is silent is busy: tries once more."""
     with contextlib.suppress(NoAnswer):
         return tcp.connect_unix(path, identity, 5.0)
     time.sleep(AGAIN_SECONDS)
@@ -217,5 +219,5 @@ def _reach_beside(path: str, identity: tcp.Identity) -> SocketConnection:
 
 
 def connect_service(file: JobFile, peer: Peer, stamp: Stamp, service: Service | None) -> Endpoint:
-    """An endpoint to the coordinator for a role other than a worker."""
+    """An endpoint to the coordinator for roles other than workers."""
     return Endpoint(connect(file, tcp.Identity(file.job, file.token_bytes, peer)), stamp, service)

@@ -1,4 +1,4 @@
-"""How many processes the kernel has killed for want of memory, so that a SIGKILL can be told apart from others."""
+"""Counts processes that the kernel has killed for lack of memory, to tell such a SIGKILL from others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _PROC, _CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 
 
 def oom_kills(pid: int, proc: pathlib.Path = _PROC, cgroups: pathlib.Path = _CGROUPS) -> int:
-    """Kills in the control group of this process so far, or of the whole machine where groups are not counted.
+    """OOM kills in this process's cgroup so far, or on the whole machine if cgroups do not count them.
 
-    0 where the kernel counts none, as on macOS. Groups count kills for a limit of their own and for the machine's.
+    0 if the kernel does not count, as on macOS. Cgroups count kills for their own limit and for the machine's.
     """
     for path in _counters(pid, proc, cgroups):
         if (found := _count(path)) is not None:
@@ -20,7 +20,7 @@ def oom_kills(pid: int, proc: pathlib.Path = _PROC, cgroups: pathlib.Path = _CGR
 
 
 def _counters(pid: int, proc: pathlib.Path, cgroups: pathlib.Path) -> list[pathlib.Path]:
-    """Where to look, the closest first: the group, then those around it (a container sees only some of them)."""
+    """The counter files, closest first: the cgroup, then its parents (a container sees only some)."""
     found = []
     for line in _read(proc / str(pid) / "cgroup").splitlines() or _read(proc / "self" / "cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -52,7 +52,7 @@ def _read(path: pathlib.Path) -> str:
 
 
 class OomKills:
-    """Which deaths of members the counters explain: each kill explains one, of a process that was there by then."""
+    """Which deaths the counters explain: each kill explains one death."""
 
     def __init__(self, count: Callable[[int], int] = oom_kills) -> None:
         self._count = count
@@ -63,7 +63,7 @@ class OomKills:
         return self._count(pid)
 
     def explains(self, pid: int, at_start: int) -> bool:
-        """Whether a process that SIGKILL has ended was killed for want of memory."""
+        """Whether a process that ended by SIGKILL was killed for lack of memory."""
         before = max(at_start, self._num_explained)
         if self._count(pid) <= before:
             return False

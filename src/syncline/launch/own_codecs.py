@@ -1,4 +1,4 @@
-"""Codecs of the user's own, looked for before anything starts: in a process, from where members will have them."""
+"""Checks user-defined codecs before anything starts, in a process that sees what members will see."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from syncline.extensions import is_named, load, see_beside
 from syncline.launch.hosts import assign
 from syncline.launch.processes import LOCAL_HOSTS, describe_exit
 
-_FOUND, _REFUSED = 41, 42  # exit codes that the user's module will hardly have
+_FOUND, _REFUSED = 41, 42  # unlikely exit codes of a user's module
 _MARK = "syncline refuses: "
 
 
 def check_own_codecs(config: JobConfig, script: str) -> None:
-    """A ConfigError for what members on this host could not load; other hosts have files of their own.
+    """Raises ConfigError for codecs that members on this host could not load; other hosts have their own files.
 
-    `script`: its path, none for a module.
+    `script`: its path; empty for a module.
     """
     named = [text for text in (config.codec, config.pull_codec) if is_named(text)]
     if not named or LOCAL_HOSTS.isdisjoint(assign(config).values()):
         return
-    # The user's module may load frameworks, take a GPU, or end its process: the launcher is no place for that.
+    # The user's module may load frameworks, take a GPU, or exit: it must not run in the launcher.
     words = [sys.executable, "-m", __name__, script, config.codec, config.pull_codec]
     try:
         done = subprocess.run(

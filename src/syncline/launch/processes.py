@@ -20,12 +20,10 @@ import msgspec
 from syncline import config as configuration
 from syncline.errors import ConfigError
 from syncline.launch import lifeline
+from syncline.launch.forkserver import ForkedProcess, ForkServer
 from syncline.launch.jobfile import JobFile
 from syncline.launch.restarts import EVICTED
-from syncline.launch.standby import Standby
 
-#: In the place of a member's name: a process that has no plan yet.
-STANDBY = "standby"
 LOCAL_HOSTS = frozenset({"local", "localhost", "127.0.0.1", "::1"})
 
 
@@ -45,14 +43,15 @@ class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     place: tuple[int, int, int] | None = None  #: with cores of its own: its number among servers and workers here
     tells_cores: bool = False  #: where there are too few cores for that, this one says so
     listen_fd: int | None = None  #: coordinator: the socket that is bound already
-    takes_up: bool = False  #: coordinator: the job has begun before, and its journal is there
+    resumes: bool = False  #: coordinator: the job has begun before, and its journal is there
     starts_again: bool = False  #: an earlier process of this name has died
+    loads_torch: bool = False  #: it will; with the fork server it has it already
 
 
 class MemberProcess:
     """A started member. `output` has its standard output and error, in the order they were written."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
         self.name, self._process = name, process
         assert process.stdout is not None
         self.output: IO[bytes] = process.stdout
@@ -106,12 +105,9 @@ class MemberProcess:
         self._process.wait()
 
 
-_MEMBER = (sys.executable, "-m", "syncline.launch.member")
-
-
 def command_for(plan: MemberPlan, remote: str) -> list[str]:
     """The command line that starts a member; nothing secret is on it."""
-    command = [*_MEMBER, plan.name]
+    command = [sys.executable, "-m", "syncline.launch.member", plan.name]
     if plan.host in LOCAL_HOSTS:
         return command
     try:
@@ -123,16 +119,16 @@ def command_for(plan: MemberPlan, remote: str) -> list[str]:
     return prefix + ([shlex.quote(word) for word in command] if through_shell else command)
 
 
-def start_member(plan: MemberPlan, remote: str = "", standby: Standby | None = None) -> MemberProcess:
-    """Starts a member and hands it its plan. A server that starts again takes a standby process, if there is one."""
-    process = None
-    if standby is not None and plan.role == "server" and plan.starts_again and plan.host in LOCAL_HOSTS:
-        process = standby.take()
+def start_member(plan: MemberPlan, remote: str = "", fork_server: ForkServer | None = None) -> MemberProcess:
+    """Starts a member and hands it its plan. The fork server, if there is one, starts those here that load torch."""
+    # When it starts again, what a test wants to happen has happened.
+    extra = {"SYNCLINE_FAULT": ""} if plan.starts_again else {}
+    process: subprocess.Popen[bytes] | ForkedProcess | None = None
+    if fork_server is not None and plan.loads_torch and plan.host in LOCAL_HOSTS:
+        process = fork_server.fork(plan.name, extra)
     if process is None:
         command = command_for(plan, remote)
         kept = () if plan.listen_fd is None else (plan.listen_fd,)
-        # When it starts again, what a test wants to happen has happened.
-        extra = {"SYNCLINE_FAULT": ""} if plan.starts_again else {}
         try:
             process = _start(command, kept, extra)
         except OSError as error:
@@ -146,11 +142,6 @@ def start_member(plan: MemberPlan, remote: str = "", standby: Standby | None = N
     except OSError:
         pass  # it has ended already; its exit code and output will say why
     return MemberProcess(plan.name, process)
-
-
-def start_standby() -> subprocess.Popen[bytes]:
-    """A process that loads what a server needs, and waits for its plan."""
-    return _start([*_MEMBER, STANDBY], (), {"SYNCLINE_FAULT": ""})
 
 
 def _start(command: list[str], kept: tuple[int, ...], extra: dict[str, str]) -> subprocess.Popen[bytes]:

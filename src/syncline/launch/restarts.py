@@ -1,4 +1,4 @@
-"""Who is started again, after which pause, and when that ends. Pure: `now` is an argument."""
+"""Which members are restarted, after which pause, and when that ends. Pure: `now` is an argument."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from syncline.worker.steps import CANNOT_RESUME, REMEDY
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0
-#: The coordinator has no pushes to show; its deaths within this long count.
+#: The coordinator has no pushes; its deaths within this time count.
 COORDINATOR_SECONDS = 60.0
-#: A process that was evicted ends with this: not a mistake of its script.
+#: Exit code of an evicted process: not the script's fault.
 EVICTED = 75
 
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """What follows from a death. `number` of `most`; after the last there is no other."""
+    """The decision after a death. `number` of `most` restarts."""
 
     starts_again: bool
     number: int
@@ -42,12 +42,12 @@ def ordinal(number: int) -> str:
 
 
 def pause_seconds(number: int) -> float:
-    """Before the n-th start in a row: doubles from a quarter of a second on."""
+    """The pause before the n-th start in a row: doubles from a quarter of a second."""
     return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * math.ldexp(1.0, min(number, 16) - 1))
 
 
 def is_of_the_script(code: int) -> bool:
-    """Whether a process ended by a mistake of its own: not by a signal, not evicted, and not well."""
+    """Whether a process ended by its own fault: not by a signal, not evicted, and with an error."""
     return code > 0 and code not in (EVICTED, CANNOT_RESUME)
 
 
@@ -57,14 +57,15 @@ class Restarts:
     def __init__(self, max_restarts: int) -> None:
         self._most = max_restarts
         self._deaths: dict[str, int] = {}
-        self._settled: dict[str, int] = {}  # commits of lives that are over, as known at the last death
+        self._settled: dict[str, int] = {}  # commits of past lives, as known at the last death
         self._of_coordinator: list[float] = []
         self.num_restarts = 0  # of all members
 
     def died(self, name: str, has_pushed: bool, now: float, *, counts: bool = True, settled: int = 0) -> Again:
-        """A member's process has ended. `has_pushed`: this life had an acknowledged push, or a slice. `counts`: not
-        where it was ended on purpose; it starts again all the same, if anybody does. `settled`: commits that count of
-        its lives before; of a life that ended soon after its first push that is known only later."""
+        """A member's process has ended. `has_pushed`: this life had an acknowledged push or a slice. `counts`:
+        False if it was ended on purpose; it may be restarted anyway. `settled`: counted commits of its past lives;
+        for a life that ended soon after its first push this is known only later.
+        """
         if not counts:
             self.num_restarts += bool(self._most)
             return Again(self._most > 0, self._deaths.get(name, 0), self._most, FIRST_PAUSE_SECONDS)
@@ -78,7 +79,7 @@ class Restarts:
         return self._decide(number, pause_seconds(number))
 
     def has_pushed(self, name: str, settled: int) -> bool:
-        """Whether the life that has just ended has pushed, once it is settled."""
+        """Whether the last life has pushed, once it is settled."""
         return settled > self._settled.get(name, 0)
 
     def _decide(self, number: int, pause: float) -> Again:
@@ -88,7 +89,7 @@ class Restarts:
 
 
 def why_not_again(name: str, reason: str, *, has_position: bool, others_have_finished: bool) -> str:
-    """Why a worker whose process has ended is not started again, in one line for people; empty: it is."""
+    """Why a worker is not restarted, in one line; empty if it is."""
     if others_have_finished:
         return f"{name} {reason}; the other workers have finished their work, so it is not started again"
     if not has_position:

@@ -1,4 +1,4 @@
-"""The server in a worker's process, in a ring: it comes with the worker, and stays while the job needs it."""
+"""The server in a worker's process, in a ring: it starts with the worker and stays while the job needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from syncline import config as configuration
-from syncline.core.ring import check_circle_gpus, partner_of
+from syncline.core.ring import check_process_group_gpus, partner_of
 from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.hosts import local_place
@@ -19,16 +19,16 @@ from syncline.net.device_channel import DeviceChannel
 if TYPE_CHECKING:
     from syncline.launch.serving import End, Serving
 
-#: The script computes in the same process, and the other workers' servers work at the same time.
+#: The script computes in the same process, and other workers' servers on the same host.
 MOST_THREADS = 2
-#: For the others' scripts to end too: then nothing has to be handed over.
+#: How long to wait for the other scripts to end: then nothing needs to be handed over.
 TOGETHER_SECONDS = 1.0
-#: Until it asks to leave again: there may be nobody yet who could take what it has.
+#: Pause before it asks to leave again: there may be no other server yet.
 AGAIN_SECONDS = 0.5
 
 
 class OwnServer:
-    """A worker's own server; torch is loaded when it begins, with the script's `init()`."""
+    """A worker's own server; loads torch in `begin`, with the script's `init()`."""
 
     def __init__(self, file: JobFile, worker: str, host: str) -> None:
         """`worker`: its name, or "" for the next free one."""
@@ -37,29 +37,34 @@ class OwnServer:
         self._serving: Serving | None = None
         self._refused: SynclineError | None = None
         self._on_refused: Callable[[], None] = lambda: None
-        self.hatch: DeviceChannel | None = None  # to the worker, on a GPU
-        self._is_over = threading.Event()  # its part in the job
+        self.device_channel: DeviceChannel | None = None  # to the worker, on a GPU
+        self._is_over = threading.Event()  # its part in the job is over
         self._is_finishing = False  # the script has ended
 
     # -- coming -------------------------------------------------------------------------------------------
 
     def begin(self, process: str, on_refused: Callable[[], None]) -> None:
-        """Asks to be a member, beside the worker of the same process. `on_refused`: it cannot be."""
+        """Joins the job as the worker's partner. `on_refused`: called if that fails."""
         from syncline.launch.serving import Serving
 
-        leave_out_the_compiler()  # torch is loaded now, also where the script has not
+        leave_out_the_compiler()  # torch is loaded now, even if the script has not
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
-        self.hatch = self._open_hatch()
+        self.device_channel = self._open_device_channel()
         self._serving = Serving(
-            self._file, self._name, self._hear, num_threads=num_threads, process=process, hatch=self.hatch
+            self._file,
+            self._name,
+            self._hear,
+            num_threads=num_threads,
+            process=process,
+            device_channel=self.device_channel,
         )
         self._serving.join(self._host)
 
-    def _open_hatch(self) -> DeviceChannel | None:
-        """With `--sums nccl`: to the worker, on its GPU; an error where torch has none for it, or no nccl."""
+    def _open_device_channel(self) -> DeviceChannel | None:
+        """With `--sums nccl`: the channel to the worker on its GPU; an error if there is no GPU or no nccl."""
         config = configuration.resolve(self._file.given)
-        if not config.has_circle:
+        if not config.has_process_group:
             return None
         import torch
         import torch.distributed
@@ -71,16 +76,16 @@ class OwnServer:
             return None
         place = local_place(config, partner_of(self._name) if self._name else "", self._host)
         device = config.device if ":" in config.device else f"cuda:{place}"
-        check_circle_gpus(config, place + 1, torch.cuda.device_count(), self._host)
+        check_process_group_gpus(config, place + 1, torch.cuda.device_count(), self._host)
         return DeviceChannel(device)
 
     def check(self) -> None:
-        """Raises what kept it from being a member, if anything has."""
+        """Raises the error that kept it from joining, if any."""
         if self._refused is not None:
             raise self._refused
 
     def wait_until_in(self, seconds: float) -> None:
-        """The worker is in; so is this, or will be in a moment."""
+        """The worker is a member; waits until this server is, too."""
         assert self._serving is not None
         for _ in range(int(100 * seconds) + 1):
             self.check()
@@ -92,10 +97,10 @@ class OwnServer:
     # -- going --------------------------------------------------------------------------------------------
 
     def _hear(self, end: End) -> None:
-        """The job is over, or this is out of it: so is its worker, which says so itself. In any thread."""
+        """The job is over, or this server is out: so is its worker, which reports it. From any thread."""
         if end.error is not None:
             self._refused = end.error
-            if not isinstance(end.error, JobFailed):  # that the worker hears itself, maybe with a better reason
+            if not isinstance(end.error, JobFailed):  # the worker gets that itself, maybe with a better reason
                 self._on_refused()
         if end.is_bug and not self._is_finishing:
             sys.stderr.write(f"syncline: {end.line}\n")
@@ -104,9 +109,9 @@ class OwnServer:
         self._is_over.set()
 
     def finish(self, code: int) -> int:
-        """The script has ended: returns its exit code when the job is over, or others have all that is here.
+        """The script has ended: returns its exit code when the job is over, or when others have all slices.
 
-        A script that failed takes its server along at once.
+        A script that failed ends its server at once.
         """
         self._is_finishing = True
         serving = self._serving
@@ -123,5 +128,5 @@ class OwnServer:
             try:
                 serving.leave()
                 self._is_over.set()
-            except SynclineError:  # it is the last one: the job ends with it, or another comes
+            except SynclineError:  # it is the last server: the job ends with it, or another one joins
                 self._is_over.wait(AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""From the settings of a launch to a running job: the job file, the plans, the folder."""
+"""From launch settings to a running job: the job file, the plans, the folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,28 +17,29 @@ import msgspec
 from syncline import config as configuration
 from syncline.config import JobConfig
 from syncline.core.ring import (
-    check_circle_gpus,
-    check_circle_hosts,
+    check_process_group_gpus,
+    check_process_group_hosts,
     check_said,
     protection_of,
     ring_settings,
     trust_told,
 )
 from syncline.core.settings import check_settings
+from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.folder import claim_name, found_by_others, hold
+from syncline.launch.forkserver import ForkServer
 from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess, start_member
 from syncline.launch.saving import settle_saving
-from syncline.launch.standby import Standby
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers run."""
+    """The script of the workers."""
 
     path: str
     is_module: bool = False
@@ -45,7 +47,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
-    """All that is given for a job: the command line over syncline.toml; checked as far as it can be."""
+    """The settings of a job: the command line over syncline.toml; validated as far as possible."""
     said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
     check_said(said)
     given = settle_workers(said)
@@ -55,14 +57,14 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
         raise ConfigError("--transport shm and several hosts (-H) exclude each other; use auto or tcp")
-    check_circle_hosts(config, server_hosts(config))
+    check_process_group_hosts(config, server_hosts(config))
     if not config.hosts:
-        check_circle_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
+        check_process_group_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
     return given, config
 
 
 def settle_name(given: dict[str, Any], config: JobConfig, script: Script) -> tuple[dict[str, Any], JobConfig]:
-    """A job without a name gets one, and its folder: last, so that a refused command leaves nothing behind."""
+    """Gives a job without a name a name and a folder; last, so that a refused command leaves nothing behind."""
     if config.name:
         return given, config
     given = {**given, "name": claim_name(pathlib.Path(config.runs), default_name(script))}
@@ -75,10 +77,10 @@ def server_hosts(config: JobConfig) -> list[str]:
 
 
 def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """The same settings with explicit replicas and ack. `hosts`: of each server at the start.
+    """Adds explicit replicas and ack to the settings. `hosts`: of each server at the start.
 
-    Two replicas where servers are on several hosts, or where that was said; an acknowledgement means what the
-    replicas allow. In a ring both follow from its workers, and so do its servers.
+    Two replicas if servers are on several hosts, or if set; ack follows from the replicas. In a ring both follow from
+    the workers, as do the servers.
     """
     if config.is_ring:
         return {**given, **ring_settings(config)}
@@ -99,6 +101,18 @@ def default_name(script: Script) -> str:
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+_IMPORTS_TORCH = re.compile(r"^\s*(import|from)\s[^#\n]*\btorch\b", re.MULTILINE)
+
+
+def mentions_torch(script: Script) -> bool:
+    """Whether the script's own text imports torch. A script that imports it by another module starts more slowly."""
+    path = pathlib.Path(*script.path.split(".")).with_suffix(".py") if script.is_module else pathlib.Path(script.path)
+    try:
+        return _IMPORTS_TORCH.search(path.read_text("utf-8", "replace")) is not None
+    except OSError:
+        return False
+
+
 def check_script(script: Script) -> None:
     if not script.is_module and not pathlib.Path(script.path).is_file():
         raise ConfigError(f"there is no script {script.path}")
@@ -109,9 +123,9 @@ def run_job(
     config: JobConfig,
     script: Script,
     screen: Screen,
-    start: Callable[[MemberPlan, str, Standby], MemberProcess] = start_member,
+    start: Callable[[MemberPlan, str, ForkServer | None], MemberProcess] = start_member,
 ) -> int:
-    """`syncline run`: one job from start to verdict; the exit code. `start` starts its members."""
+    """`syncline run`: runs one job; returns the exit code. `start` starts its members."""
     if not config.replicas:
         given = settle_replicas(given, config, server_hosts(config))
         config = configuration.resolve(given)
@@ -121,11 +135,14 @@ def run_job(
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
-        for told in (protection_of(config, server_hosts(config)), trust_told(config, server_hosts(config))):
-            if told:
-                screen.line("launcher", f"syncline: {told}")
+        fork_server = stack.enter_context(contextlib.closing(ForkServer())) if config.preload else None
+        first = plans.first()
+        if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
+            fork_server.start()
+        for told in opening(config, script, folder):
+            screen.line("launcher", f"syncline: {told}")
         launcher = Launcher(
-            plans.first(),
+            first,
             screen,
             Watching(file),
             folder=folder,
@@ -133,14 +150,29 @@ def run_job(
             max_restarts=config.max_restarts,
             remote=config.remote,
             start=start,
+            fork_server=fork_server,
             save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
         )
         with found_by_others(folder, file):
             return launcher.run()
 
 
+def opening(config: JobConfig, script: Script, folder: pathlib.Path) -> list[str]:
+    """The first lines of a job: what runs, what it survives, where to look."""
+    hosts = sorted(set(assign(config).values()))
+    servers = "as a ring" if config.is_ring else f"and {counted(config.servers, 'server')}"
+    where = "" if not config.hosts else f" on {', '.join(hosts)}"
+    trusted = trust_told(config, server_hosts(config))
+    return [
+        f"{config.name}: {counted(config.workers, 'worker')} {servers}{where}, {config.policy}; runs {script.path}",
+        protection_of(config, server_hosts(config)),
+        *([trusted] if trusted else []),
+        f"logs are in {folder}/; `syncline why {config.name}` says what the job waits for",
+    ]
+
+
 def listen(config: JobConfig) -> socket.socket:
-    """The coordinator's socket, bound before anything starts: a port in use is known at once."""
+    """Binds the coordinator's socket before anything starts, to notice a used port at once."""
     host, port = "127.0.0.1", 0
     if config.bind:
         host, _, number = config.bind.rpartition(":") if _has_port(config.bind) else (config.bind, "", "0")
@@ -160,7 +192,7 @@ def _has_port(text: str) -> bool:
 
 
 def _address_towards(hosts: list[tuple[str, int]]) -> str:
-    """The address of this host as the first other host sees it."""
+    """This host's address as the first other host sees it."""
     for host, _ in hosts:
         if host in LOCAL_HOSTS:
             continue
@@ -184,26 +216,27 @@ def advertised(sock: socket.socket, config: JobConfig) -> str:
 
 
 class Plans:
-    """The plan of every member, at the start and later; workers that share a host share its cores."""
+    """The plan of every member, at the start and later; workers of a host share its cores."""
 
     def __init__(self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> None:
         self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
         self._folder = os.getcwd()
+        self._scripts_load_torch = config.is_ring or mentions_torch(script)  # in a ring each has a server in it
         self._rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
 
     def first(self) -> list[MemberPlan]:
-        """Those that the job starts with."""
+        """The members that the job starts with."""
         where = assign(self._config)
         if self._config.is_ring:  # servers are in the workers' processes
             where = {name: host for name, host in where.items() if name.startswith("worker-")}
         coordinator = MemberPlan(
             role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
         )
-        first = {host: name for name, host in reversed(where.items())}  # of each host one speaks for all
+        first = {host: name for name, host in reversed(where.items())}  # one member of each host speaks for all
         return [coordinator, *(self._plan(name, where, first[host] == name) for name, host in where.items())]
 
     def another(self, name: str, where: Mapping[str, str]) -> MemberPlan:
-        """One more, on the host that has the fewest of its role. `where`: the hosts of those who are there."""
+        """Another member, on the host with the fewest of its role. `where`: the hosts of current members."""
         host = quietest(name.rpartition("-")[0], where, self._config)
         return self._plan(name, {**where, name: host}, True)
 
@@ -221,6 +254,7 @@ class Plans:
                 folder=self._folder,
                 place=place,
                 tells_cores=speaks,
+                loads_torch=True,
             )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return MemberPlan(
@@ -236,18 +270,19 @@ class Plans:
             num_local_workers=len(beside),
             place=place,
             tells_cores=speaks,
+            loads_torch=self._scripts_load_torch,
         )
 
     @staticmethod
     def _place(name: str, where: Mapping[str, str]) -> tuple[int, int, int]:
-        """A member's number among those of its host, servers first; how many servers and workers it has."""
+        """A member's index on its host, servers first, and the host's numbers of servers and workers."""
         here = [other for other, host in where.items() if host == where[name]]
         servers = [other for other in here if other.startswith("server-")]
         workers = [other for other in here if other.startswith("worker-")]
         return ([*servers, *workers].index(name), len(servers), len(workers))
 
     def _rendezvous(self, name: str, beside: list[str]) -> dict[str, str]:
-        """What torchrun sets; `beside`: the workers of that host, this one among them."""
+        """The variables that torchrun sets; `beside`: the workers of that host, including this one."""
         return {
             "RANK": name.rpartition("-")[2],
             "WORLD_SIZE": str(self._config.workers),

@@ -1,4 +1,4 @@
-"""What is said about checkpoints at launch, looked at before anything starts."""
+"""Validates checkpoint settings before anything starts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from syncline.config import JobConfig
 from syncline.core.checkpoint.schedule import check_words
 from syncline.errors import ConfigError, StoreError
 from syncline.store import checkpoints
-from syncline.store.folders import open_folder
+from syncline.store.folders import check_writable, open_folder
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def settle_saving(given: Mapping[str, Any], *, is_shared: bool = True) -> dict[str, Any]:
-    """The same settings with whole addresses in them: members may be in other folders. What cannot be is an error.
+    """Makes addresses in the settings absolute, since members may run in other folders.
 
     `is_shared`: by members in several processes.
     """
@@ -34,12 +34,12 @@ def settle_saving(given: Mapping[str, Any], *, is_shared: bool = True) -> dict[s
 
 
 def check_places(config: JobConfig) -> None:
-    """Folders that must be writable, and the checkpoint to start from."""
+    """Checks that folders are writable, and the checkpoint to start from."""
     try:
         if config.checkpoint:
-            open_folder(config.checkpoint).check_writable()
+            check_writable(open_folder(config.checkpoint))
         if config.checkpoint_mirror:
-            open_folder(config.checkpoint_mirror).check_writable()
+            check_writable(open_folder(config.checkpoint_mirror))
         if config.resume:
             folder = open_folder(config.resume)
             passed_over: list[str] = []
@@ -51,7 +51,7 @@ def check_places(config: JobConfig) -> None:
 
 
 def parse_bytes(flag: str, text: str) -> int:
-    """Bytes, as people type them: 256MiB, 1g, 4096."""
+    """Parses bytes: 256MiB, 1g, 4096."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if found is None:
         raise ConfigError(f"{flag} {text!r}: give a size, e.g. 256MiB, 2GiB")

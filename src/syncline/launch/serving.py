@@ -1,4 +1,4 @@
-"""A server as a member of its job, and the process that is nothing else."""
+"""A server as a member of its job, and the process of a dedicated server."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from syncline.server.storage import home_of
 
 
 class End(NamedTuple):
-    """How a server's part in its job ends, and what it says then."""
+    """How a server's part in its job ends, and its message."""
 
     code: int
     line: str = ""
-    error: SynclineError | None = None  # that kept it from being a member
-    is_bug: bool = False  # of ours
+    error: SynclineError | None = None  # why it could not join
+    is_bug: bool = False  # an internal error
 
 
 def run_server(file: JobFile, name: str, host: str) -> int:
     """Hosts slices until the job has ended, or until others have them all."""
-    torch.set_num_threads(1)  # the pool's threads are the parallelism
+    torch.set_num_threads(1)  # the pool's threads provide the parallelism
     leave_out_the_compiler()
     process = _Process(file, name)
     try:
@@ -56,10 +56,10 @@ def run_server(file: JobFile, name: str, host: str) -> int:
 
 
 class Serving:
-    """A server with its listener and its way to the coordinator; `ends` hears how that ends.
+    """A server with its listener and its link to the coordinator; `ends` is called at its end.
 
-    `process`: which process this is, where another member is in it too; `device channel`: to that, on a GPU.
-    `leave`: the coordinator wants it to.
+    `process`: identifies a process shared with another member; `device_channel`: to that member, on a GPU. `leave`:
+    called when the coordinator asks it to leave.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Serving:
         *,
         num_threads: int | None = None,
         process: str = "",
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._file, self._name, self._ends, self._process = file, name, ends, process
@@ -86,7 +86,9 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=ChannelStorage(hatch, self.log) if hatch else home_of(self._config.server_device, self.log),
+            home=ChannelStorage(device_channel, self.log)
+            if device_channel
+            else home_of(self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )
@@ -113,7 +115,7 @@ class Serving:
         self._server.greet(Endpoint(connection, self._stamp, self._server))
 
     def _connector(self) -> Callable[[], Connection]:
-        """To the coordinator: the first time with patience, after that the link has its own."""
+        """Connects to the coordinator: the first time with retries; later the link retries."""
         times: list[int] = []
 
         def dial() -> Connection:
@@ -133,7 +135,7 @@ class Serving:
     # -- a member -----------------------------------------------------------------------------------------
 
     def join(self, host: str) -> None:
-        """Asks to be a member; not waited for."""
+        """Asks to join; does not wait."""
         threading.Thread(target=self._join, args=(host,), name="join", daemon=True).start()
 
     def _join(self, host: str) -> None:
@@ -147,11 +149,11 @@ class Serving:
 
     @property
     def is_in(self) -> bool:
-        """Whether it is a member by now."""
+        """Whether it has joined."""
         return self._joined is not None
 
     def _is_in(self, joined: Joined) -> None:
-        """Before anything else is heard from the coordinator; a question asked again is answered again."""
+        """Called before anything else is read from the coordinator; a repeated request is answered again."""
         if self._joined is not None:
             return
         self._joined, me = joined, myself(joined)
@@ -161,7 +163,7 @@ class Serving:
         self._listener.rename(joined.incarnation)
         try:
             self._server.form(joined)
-        except ConfigError as error:  # what this process has not: a codec of the user's own
+        except ConfigError as error:  # missing in this process: a user-defined codec
             self._ends(End(1, error=error))
             raise
         self._link.begin(
@@ -185,7 +187,7 @@ class Serving:
 
     def _fenced(self, error: FencedError) -> None:
         if self._is_leaving:
-            return  # it is out because it has left: the answer to that is on its way
+            return  # it is out because it has left: the answer is on its way
         self._ends(End(EVICTED, f"FencedError: {error}"))
 
     def _broken(self, error: Exception) -> None:
@@ -193,12 +195,12 @@ class Serving:
         self._ends(End(1, f"{self._server.name} has a bug: {type(error).__name__}: {error}", is_bug=True))
 
     def leave(self) -> None:
-        """Asks to leave, and returns when others have all its slices; raises what keeps it from that."""
+        """Asks to leave, and returns when others have all its slices; raises if that fails."""
         self._is_leaving = True
         try:
             self._link.call(Retire(), self._config.leave_seconds)
         except FencedError:
-            return  # it is out already: the answer was lost, or a beat came after it
+            return  # it is out already: the answer was lost, or a heartbeat came after it
         except SynclineError:
             self._is_leaving = False
             raise
@@ -210,7 +212,7 @@ class Serving:
 
 
 class _Process:
-    """A process that is a server, until that ends."""
+    """A dedicated server process."""
 
     def __init__(self, file: JobFile, name: str) -> None:
         self._saves = bool(configuration.resolve(file.given).checkpoint)
@@ -219,12 +221,14 @@ class _Process:
         self.serving = Serving(file, name, self._ends.put, leave=self._leave)
 
     def join(self, host: str) -> None:
-        """Asks to be a member, beside the thread that hears how this process is to end."""
+        """Asks to join, and starts the thread that handles the end of this process."""
         self._leave_on_sigterm()
         self.serving.join(host)
 
     def _leave_on_sigterm(self) -> None:
-        """SIGTERM: hand over all slices, then end; again: end at once. Of the whole job: it is saved first."""
+        """On SIGTERM: hands over all slices, then ends; at the second one ends at once. If the whole job ends, it
+        is saved first.
+        """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lifeline.ToldToEnd(self._told_to_end, saves=self._saves))
 
@@ -234,7 +238,7 @@ class _Process:
         self._leave()
 
     def _leave(self) -> None:
-        """Asks to leave; not in the thread that hears the answer, nor in a signal's."""
+        """Asks to leave, in a thread of its own."""
         threading.Thread(target=self._retire, name="retire", daemon=True).start()
 
     def _retire(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.errors import ConfigError, SynclineError, WrongLauncher
+from syncline.launch import threads
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
@@ -20,7 +21,7 @@ from syncline.worker.job import Job
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What a process that runs a worker's script was given before the script began."""
+    """What the process of a worker's script was given before the script began."""
 
     file: JobFile
     name: str
@@ -32,7 +33,7 @@ _invitation: Invitation | None = None
 
 
 def invite(invitation: Invitation) -> None:
-    """The script that runs next in this process is a worker of this job."""
+    """The next script in this process is a worker of this job."""
     global _invitation
     _invitation = invitation
 
@@ -50,6 +51,7 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
     for key in configuration.LAUNCH_ONLY.intersection(known):
         raise ConfigError(f"init({key}=…): this is said at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
     leave_out_the_compiler()
+    threads.settle_again()
     if _invitation is not None:
         from syncline.launch.working import join_as_worker
 
@@ -68,7 +70,7 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
 
 
 def _refuse_other_launchers() -> None:
-    """Until `init()` can join there: each process would train a model of its own, without a word."""
+    """Refuses other launchers: each process would silently train its own model."""
     other = configuration.other_launcher()
     if other is None:
         return

@@ -1,4 +1,4 @@
-"""The table at the end of a job. Pure: facts in, lines out. A fact that is not known has no row."""
+"""The table at the end of a job. Pure: facts in, lines out. Unknown facts have no row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Death:
 
     name: str
     reason: str  # "was killed by SIGKILL"
-    step: int  # of the job, when the launcher saw the death
-    comes_back: bool  # the launcher starts it again
-    back_seconds: float | None = None  # until it was a member again; None: it never was
-    died_again: bool = False  # before that
+    step: int  # of the job, when the launcher noticed
+    comes_back: bool  # the launcher restarts it
+    back_seconds: float | None = None  # until it had rejoined; None: it never did
+    died_again: bool = False  # before it had rejoined
 
     def told(self) -> str:
         """In words."""
@@ -43,13 +43,13 @@ class Death:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the launcher knows of a job that has ended."""
+    """What the launcher knows of an ended job."""
 
     verdict: str
     seconds: float  # from the launcher's start to the end of all members
     logs: str
     is_known: bool = False  # the coordinator answered at least once
-    is_final: bool = False  # its last answer was after the end: the numbers do not change any more
+    is_final: bool = False  # its last answer was after the end: the numbers are final
     start_seconds: float | None = None  # until all members had joined; None: they never did
     missing: Sequence[str] = ()  # members that the start waited for
     policy: str = ""
@@ -58,7 +58,7 @@ class Facts:
     sample_seconds: float = 0.0  # from the first sample to the last
     readings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best: str = ""
-    stop: str = ""  # the rule that ended training, and on what value
+    stop: str = ""  # the rule and value that ended training
     deaths: Sequence[Death] = ()
     num_revoked: int = 0
     saves: str = ""
@@ -66,7 +66,7 @@ class Facts:
 
 
 def lines(facts: Facts) -> list[str]:
-    """The verdict, then one row for each thing that is known."""
+    """The outcome, then one row for each known fact."""
     rows = [
         ("time", _time(facts)),
         ("steps", _steps(facts)),
@@ -82,7 +82,7 @@ def lines(facts: Facts) -> list[str]:
 
 
 def finished(num_well: int, num_workers: int) -> str:
-    """The verdict on a job that has not failed."""
+    """The outcome of a job that has not failed."""
     if num_well == num_workers:
         who = f"all {num_workers} workers" if num_workers > 1 else "its worker"
     else:
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    """A path or a rule that is wider than the table stays in one piece: people copy it."""
+    """A long path or rule is not wrapped, so that it can be copied."""
     head = f"  {label:<{_LABEL_COLUMNS}}"
     return textwrap.wrap(
         text, COLUMNS, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
@@ -127,7 +127,7 @@ def _steps(facts: Facts) -> str:
         return ""
     words = [f"{facts.num_steps:,} ({facts.policy})" if facts.policy else f"{facts.num_steps:,}"]
     if facts.num_samples:
-        # The last samples of a worker that died are not known; what it had not committed was read twice.
+        # A dead worker's last samples are unknown; uncommitted ones were read twice.
         about = "about " if any(death.name.startswith("worker-") for death in facts.deaths) else ""
         words.append(f"{about}{facts.num_samples:,} samples read")
         if facts.sample_seconds:

@@ -1,4 +1,4 @@
-"""What the launcher notes while a job runs, for the table at its end. Pure: `now` is an argument."""
+"""What the launcher records during a job, for the table at its end. Pure: `now` is an argument."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from syncline.launch.summary import Death, Facts
 
 @dataclasses.dataclass
 class _Open:
-    """A death whose member is not back yet."""
+    """A death whose member has not rejoined."""
 
     index: int  # in the list of deaths
     at: float
-    is_begun: bool = False  # its next process has been started
+    is_begun: bool = False  # its next process was started
 
 
 class Tally:
-    """Collects what the coordinator says and what the launcher sees. A coordinator that dies takes its numbers with
-    it, so the last ones known are kept here."""
+    """Records the coordinator's answers and the launcher's observations. A dead coordinator's numbers are lost, so
+    the last known ones are kept here.
+    """
 
     def __init__(self, began: float) -> None:
         self._began = began
@@ -30,18 +31,18 @@ class Tally:
         self._incarnations: dict[str, int] = {}  # the last known of each member
         self._samples: dict[tuple[str, int], int] = {}  # by life
         self._sample_seconds = 0.0  # the longest of any life
-        self._reading: tuple[float, float] | None = None  # when the first samples were seen, and the last
+        self._reading: tuple[float, float] | None = None  # time of the first samples and of the last
         self._deaths: list[Death] = []
         self._open: dict[str, _Open] = {}
 
     def see(self, standings: Standings, now: float) -> None:
-        """The coordinator says how the job stands."""
+        """Takes the job's standings."""
         self._see_who_is_back(standings, now)
         self._last = standings
         if standings.formed and self._start_seconds is None:
             self._start_seconds = max(0.0, now - standings.seconds - self._began)
         step = max([standings.step, *(report.job_step for report in standings.reports.values())])
-        self._num_steps = step or self._num_steps  # a coordinator that has just come back knows none
+        self._num_steps = step or self._num_steps  # a restarted coordinator knows none yet
         self._readings |= standings.readings
         before = sum(self._samples.values())
         for name, report in standings.reports.items():
@@ -58,7 +59,7 @@ class Tally:
                 self._is_back(name, now)
         coordinator = self._open.get("coordinator")
         if coordinator is not None and standings.seconds <= now - coordinator.at:
-            self._is_back("coordinator", now)  # an answer of the one that died counts from the job's start
+            self._is_back("coordinator", now)  # an answer of the dead one counts from the job's start
 
     def _is_back(self, name: str, now: float) -> None:
         found = self._open.get(name)
@@ -68,7 +69,7 @@ class Tally:
             self._deaths[found.index] = dataclasses.replace(death, back_seconds=now - found.at)
 
     def died(self, name: str, reason: str, now: float, *, comes_back: bool) -> None:
-        """A member's process has ended, and the job goes on. `comes_back`: the launcher starts it again."""
+        """A member's process has ended, and the job goes on. `comes_back`: it is restarted."""
         if (before := self._open.pop(name, None)) is not None:
             self._deaths[before.index] = dataclasses.replace(self._deaths[before.index], died_again=True)
         self._deaths.append(Death(name, reason, self._num_steps, comes_back))
@@ -76,12 +77,12 @@ class Tally:
             self._open[name] = _Open(len(self._deaths) - 1, now)
 
     def starts_again(self, name: str) -> None:
-        """Its next process begins; until now the coordinator may have named the dead one."""
+        """Its next process starts; until now the coordinator may have listed the dead one."""
         if name in self._open:
             self._open[name].is_begun = True
 
     def facts(self, verdict: str, logs: str, now: float, culprit: str = "") -> Facts:
-        """All of it, at the end. The death of the `culprit` that ended the job is in the verdict."""
+        """All facts at the end. The death of the `culprit` that ended the job is in the outcome."""
         last, seconds = self._last, self._sample_seconds
         ended_by = self._open[culprit].index if culprit in self._open else None
         deaths = tuple(death for number, death in enumerate(self._deaths) if number != ended_by)
@@ -110,5 +111,5 @@ class Tally:
             stop=last.stop,
             num_revoked=last.num_revoked,
             saves=last.saves.told(),
-            pushed=last.pushed_told if not self._deaths else "",  # the bytes of the dead are not known
+            pushed=last.pushed_told if not self._deaths else "",  # the bytes of dead workers are unknown
         )

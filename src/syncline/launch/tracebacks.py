@@ -1,4 +1,4 @@
-"""Tracebacks a user can use: their own frames, not ours, and one line for what is not their fault."""
+"""Readable tracebacks: the user's frames without ours, and one line for errors that are not the user's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OURS = str(pathlib.Path(__file__).resolve().parents[1])
 
 
 def describe(error: BaseException, script: str = "") -> str:
-    """The text to print for an uncaught exception: without the frames that started the script, or that are ours."""
+    """The text for an uncaught exception, without the frames that started the script or are ours."""
     name = f"syncline.{type(error).__name__}"
     if isinstance(error, JobFailed | WrongLauncher):
         return f"{name}: {error}\n"
@@ -38,7 +38,7 @@ def _skip(trace: TracebackType | None, count: int) -> TracebackType | None:
 
 
 def shorten_tracebacks() -> None:
-    """Errors of ours that nobody catches are printed without our own frames."""
+    """Prints our uncaught errors without our own frames."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

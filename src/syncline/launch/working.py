@@ -112,7 +112,7 @@ def join_as_worker(
             joined, me, link, handlers, dial, stamp,
             folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
         )  # fmt: skip
-        job.exchange.routes.hatch = own_server.hatch if own_server is not None else None
+        job.exchange.routes.device_channel = own_server.device_channel if own_server is not None else None
         return job
     except BaseException:
         link.close()

@@ -1,4 +1,4 @@
-"""Each listener's own certificate, made at start. No authority signs it: the handshake binds its digest."""
+"""Each listener's self-signed certificate, made at start. The handshake authenticates its digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Certificate:
-    """A key and a self-signed certificate; `digest` is what both sides prove that they saw."""
+    """A key and a self-signed certificate; both sides prove that they saw `digest`."""
 
     def __init__(self, context: ssl.SSLContext, digest: str) -> None:
         self._context, self.digest = context, digest
@@ -31,7 +31,7 @@ class Certificate:
             .issuer_name(name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            # Nobody checks the dates; hosts whose clocks differ must still agree.
+            # Dates are not checked, so that hosts with different clocks agree.
             .not_valid_before(now - datetime.timedelta(days=365))
             .not_valid_after(now + datetime.timedelta(days=3650))
             .sign(key, hashes.SHA256())
@@ -49,7 +49,7 @@ class Certificate:
 
 
 def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """An SSLContext reads files only: a private one, gone as soon as it is read."""
+    """SSLContext reads files only: uses a private file, deleted right away."""
     with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
         path = os.path.join(folder, "certificate.pem")
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -58,7 +58,7 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
 
 
 def client_context() -> ssl.SSLContext:
-    """Takes any certificate: the handshake that follows proves that it is the job's."""
+    """Accepts any certificate: the handshake that follows authenticates it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -67,7 +67,7 @@ def client_context() -> ssl.SSLContext:
 
 
 def peer_digest(sock: ssl.SSLSocket) -> str:
-    """The digest of the certificate that the other side showed."""
+    """The digest of the peer's certificate."""
     der = sock.getpeercert(binary_form=True)
     assert der is not None
     return digest(der)

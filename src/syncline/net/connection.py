@@ -1,4 +1,4 @@
-"""A connection over a socket: frames in both directions, read by a thread of its own or by whoever waits."""
+"""A connection over a socket: frames in both directions, read by its own thread or by a waiting caller."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
 
 
 class SocketConnection(Connection):
-    """Frames over one stream, read by a thread of its own or by whoever waits. A bad frame closes the connection."""
+    """Frames over one stream, read by its own thread or by a waiting caller. A bad frame closes the connection."""
 
     def __init__(self, stream: Stream, peer: Peer, label: str) -> None:
         super().__init__(peer)
         self.shares_memory = stream.carries_fds
         self._stream, self._label = stream, label
         self._sender = struct.pack("<Q", peer.incarnation)
-        self._waited_on: PlainStream | None = None  # the same stream, where whoever waits reads it
+        self._waited_on: PlainStream | None = None  # the same stream, if waiting callers read it
         self._send_lock = threading.Lock()
-        self._read_lock = threading.Lock()  # held by whoever is in the stream to read
+        self._read_lock = threading.Lock()  # held while reading from the stream
         self._closing = threading.Lock()
-        self._closed: str | None = None  # why
-        self._gone = False  # the stream is given back
+        self._closed: str | None = None  # the reason
+        self._gone = False  # the socket is released
         self._receiver: Receiver | None = None
 
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
@@ -65,12 +65,12 @@ class SocketConnection(Connection):
                 self._sent[0] += 1
                 self._sent[1] += num_bytes
         except ConnectionLost:
-            raise  # the reader will see it too, after the other side's last words
+            raise  # the reader will see it too, after the peer's last messages
         except Stalled as stalled:
-            self.close(str(stalled))  # nobody else would see it: the reader waits as before
+            self.close(str(stalled))  # the reader would not notice
             raise ConnectionLost(str(stalled)) from None
         except BaseException as error:
-            # Part of the frame may be on its way: what is sent next would be read as the rest of it.
+            # Part of the frame may be sent: the peer would read the next frame as its rest.
             self.close(f"a frame could not be sent whole: {type(error).__name__}: {error}")
             raise
 
@@ -81,7 +81,7 @@ class SocketConnection(Connection):
             num_bytes = sum(map(len, views))
             self._stream.write([first, *views], fd)
         else:
-            # The buffers may be made one by one, each while the one before it is on its way.
+            # Buffers may be produced one by one, each while the previous one is being sent.
             self._stream.write([first], fd)
             num_bytes = 0
             for buffer in buffers:
@@ -90,7 +90,7 @@ class SocketConnection(Connection):
         assert num_bytes == header.payload_bytes, f"{num_bytes} bytes sent, {header.payload_bytes} announced"
 
     def _read_frames(self) -> None:
-        """The reader's thread: frame after frame until the end."""
+        """The reader thread: reads frames until the end."""
         try:
             while self._read_or_close():
                 pass
@@ -99,10 +99,10 @@ class SocketConnection(Connection):
             self._give_back()
 
     def read(self, seconds: float) -> bool:
-        """One frame, for whoever waits, if it comes in time."""
+        """Reads one frame in a waiting caller, if it arrives in time."""
         until = time.monotonic() + seconds
         if not self._read_lock.acquire(blocking=False):
-            # Somebody else reads: what it has read may be what this waiter waits for.
+            # Another thread reads: its frame may be the one this caller waits for.
             if not self._read_lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
                 return False
             self._read_lock.release()
@@ -148,7 +148,7 @@ class SocketConnection(Connection):
             return True
 
     def _read_or_close(self) -> bool:
-        """Reads a frame; False, and closed, when there is none to come or it is not to be had."""
+        """Reads a frame. Returns False, and closes, at the end or on an error."""
         try:
             self._read_frame()
             return True
@@ -156,20 +156,20 @@ class SocketConnection(Connection):
             reason = str(error)
         except ProtocolError as error:
             reason = f"refused what {self.peer} sent: {type(error).__name__}: {error}"
-        except Exception as error:  # a bug of ours must end in a verdict, not in silence
+        except Exception as error:  # a bug must surface as an error, not as a hang
             reason = f"{type(error).__name__}: {error}"
-        except BaseException:  # Ctrl-C in a waiter: what is left of the frame must not be read as the next one
+        except BaseException:  # Ctrl-C: the rest of the frame must not be read as the next one
             self.close("interrupted within a frame")
             raise
         self.close(reason)
         return False
 
     def _give_back(self) -> None:
-        """The socket's number is somebody else's from now on: nobody may be in it, to read or to send."""
+        """Releases the socket. Its descriptor may be reused at once, so no thread may still use it."""
         if self._closed is None or not self._read_lock.acquire(blocking=False):
-            return  # whoever reads sees the end, and does this after it
+            return  # the reading thread does this when it sees the end
         try:
-            with self._send_lock:  # a sender that was woken may still be on its way out of the socket
+            with self._send_lock:  # a woken sender may still be inside the socket
                 if not self._gone:
                     self._gone = True
                     self._stream.close()
@@ -182,7 +182,7 @@ class SocketConnection(Connection):
         message = frame.decode(header.kind, self._stream.take(header.body_bytes))
         payload: Sequence[Buffer] = ()
         if header.payload_bytes:
-            payload = self._receiver.landing(header, message)
+            payload = self._receiver.buffers_for(header, message)
             if sum(len(buffer) for buffer in payload) != header.payload_bytes:
                 raise FrameError(f"a payload of {header.payload_bytes} bytes does not fit its message")
             for buffer in payload:
@@ -194,7 +194,7 @@ class SocketConnection(Connection):
 
     def _attachment(self, header: Header, message: Any) -> shm.SharedMemory | None:
         fd = self._stream.take_fd() if header.flags & frame.ATTACHED else None
-        # What was read ahead may hold the frame that another descriptor belongs to.
+        # Data read ahead may hold the frame that another descriptor belongs to.
         stray = self._stream.take_fd() if self._stream.is_drained else None
         if header.flags & frame.ATTACHED:
             if fd is not None and stray is None and isinstance(getattr(message, "num_bytes", None), int):

@@ -1,7 +1,7 @@
-"""A device channel: what the worker and the server of one process hand each other on a GPU, past the host's memory.
+"""A device channel: hands tensors between worker and server of one process on a GPU, without host memory.
 
-Gradients one way, new parameters the other. What is handed over has an event (of `torch.cuda`, or None): whoever uses
-it has its stream wait for that.
+Gradients one way, parameters the other. Each has an event (`torch.cuda`, or None) that the user's stream must wait
+for.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import Any, NamedTuple
 
 
 class Handed(NamedTuple):
-    """Bytes on a device: there, when the event has come."""
+    """Bytes on a device, valid after the event."""
 
     data: Any  # a torch tensor of bytes
     event: Any = None
 
 
 class DeviceChannel:
-    """Between one worker and its server. Each side may look from any thread."""
+    """Between one worker and its server. Thread-safe."""
 
     def __init__(self, device: str) -> None:
         self.device = device  #: the server's
         self._lock = threading.Lock()
-        self._gradients: dict[int, Handed] = {}  # by segment, laid out as it is
+        self._gradients: dict[int, Handed] = {}  # by segment, in its layout
         self._parameters: dict[int, Handed] = {}  # by slice
-        self.segments: frozenset[int] = frozenset()  #: whose gradients and parameters go through here
+        self.segments: frozenset[int] = frozenset()  #: that use this channel
 
     # -- the worker's side --------------------------------------------------------------------------------
 
     def open_for(self, segment: int) -> None:
-        """From now on this segment is handed over here; its parameters are in host memory only when asked for."""
+        """This segment uses the channel from now on; its parameters are copied to the host only on demand."""
         with self._lock:
             self.segments |= {segment}
 
     def give(self, segment: int, gradients: Handed) -> None:
-        """Of a segment what is there so far, for the next commit: which slices is told then, or all at the commit."""
+        """Hands over a segment's gradients for the next commit; messages tell which slices are complete."""
         self._gradients[segment] = gradients
 
     def parameters(self, number: int) -> Handed | None:
-        """A slice as its server has it; not written before this worker's next commit."""
+        """A slice's parameters; not written before this worker's next commit."""
         return self._parameters.get(number)
 
     # -- the server's side --------------------------------------------------------------------------------

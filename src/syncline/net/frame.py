@@ -39,7 +39,7 @@ _decoders = tuple(msgspec.msgpack.Decoder(message) for message in MESSAGES)
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame, checked."""
+    """The validated header of a frame."""
 
     kind: int
     request: int
@@ -57,7 +57,7 @@ class Header(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """An answer that is not the last one."""
+        """Whether it is a part of an answer, not the end."""
         return bool(self.flags & MORE)
 
     def pack(self) -> bytes:
@@ -68,12 +68,12 @@ class Header(NamedTuple):
 
 
 def job_key(job: str) -> int:
-    """The job's id as the number that stands in every frame."""
+    """The job's id as the number in every frame."""
     return int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "little")
 
 
 def parse_header(data: bytes | bytearray | memoryview) -> Header:
-    """The header in these bytes; sizes are bounded before anything is allocated for them."""
+    """Parses a header. Sizes are limited before anything is allocated."""
     if len(data) != HEADER.size:
         raise FrameError(f"a header of {len(data)} bytes, {HEADER.size} are needed")
     magic, version, flags, kind, request, job, incarnation, generation, term, body, payload = HEADER.unpack(data)
@@ -97,14 +97,14 @@ def encode(message: Message) -> bytes:
 
 
 def head(kind: type[Message], sender: tuple[int, int, int, int], body: bytes, payload_bytes: int) -> bytes:
-    """Header and body of a frame that is not answered; `sender`: job, incarnation, generation, term."""
+    """Header and body of an unanswered frame; `sender`: job, incarnation, generation, term."""
     return HEADER.pack(MAGIC, PROTOCOL, 0, KIND[kind], 0, *sender, len(body), payload_bytes) + body
 
 
 def is_like(mine: bytes, theirs: bytes, sender: bytes) -> bool:
-    """Whether header and body of theirs, of this sender (an incarnation, packed), say what these of my own say.
+    """Whether a peer's header and body, from this sender (a packed incarnation), equal mine.
 
-    What generation and term the sender knows of does not matter here.
+    The sender's generation and term are ignored.
     """
     return theirs[_TERM_END:] == mine[_TERM_END:] and theirs[:_SENDER_END] == mine[:_JOB_END] + sender
 
@@ -114,7 +114,7 @@ def kind_of(message: Message) -> int:
 
 
 def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
-    """The message of this kind in these bytes."""
+    """Decodes the message of this kind."""
     try:
         return _decoders[kind].decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""Proof of the job token, by both sides, before anything else is read.
+"""Mutual proof of the job token, before anything else is read.
 
-Four small messages: hello, challenge, proof, welcome. The proofs are HMACs under the token over both nonces, both
-names, roles and incarnations, and the digest of the TLS certificate as each side saw it ("" without TLS), so
-that neither a replay nor somebody in the middle gets through. Pure apart from the nonces: bytes in, bytes out.
+Four small messages: hello, challenge, proof, welcome. The proofs are HMACs under the token over both nonces, names,
+roles and incarnations, and the digest of the TLS certificate as each side saw it ("" without TLS). This excludes
+replays and man-in-the-middle attacks. Pure apart from the nonces: bytes in, bytes out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAGIC = b"SYNH"
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The side that connects says who it is."""
+    """The connecting side identifies itself."""
 
     job: str
     role: str
@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):
-    """The side that listens says who it is and proves the token; or refuses."""
+    """The listening side identifies itself and proves the token, or refuses."""
 
     role: str
     name: str
@@ -48,13 +48,13 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
-    """The side that connects proves the token."""
+    """The connecting side proves the token."""
 
     proof: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """Both have proved it; or the reason why not."""
+    """Both sides have proved the token; or the reason of a refusal."""
 
     refused: str = ""
 
@@ -88,7 +88,7 @@ PREFIX_BYTES = _PREFIX.size
 
 
 P = TypeVar("P", Hello, Challenge, Proof, Welcome)
-# Made here, in one thread: msgspec may crash where two threads decode a type for the first time at once.
+# Created here, in one thread: msgspec may crash if two threads decode a type for the first time at once.
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Challenge, Proof, Welcome)
 }
@@ -160,7 +160,7 @@ class Listening:
 
     @property
     def asker(self) -> str:
-        """The name that the other side gave; not proved yet."""
+        """The peer's claimed name; not proved yet."""
         return self._hello.name if self._hello else "a stranger"
 
     def welcome(self, body: bytes) -> tuple[bytes, Peer]:
@@ -186,22 +186,22 @@ def _check_peer(peer: Peer, nonce: bytes) -> None:
 
 
 def refuse(error: ProtocolError) -> bytes:
-    """What the listening side sends instead of a challenge."""
+    """The message of the listening side in place of a challenge."""
     return pack(Challenge("coordinator", "-", 0, b"", b"", _short(error)))
 
 
 def refuse_proof(error: ProtocolError) -> bytes:
-    """What the listening side sends instead of a welcome."""
+    """The message of the listening side in place of a welcome."""
     return pack(Welcome(_short(error)))
 
 
 def _short(error: ProtocolError) -> str:
-    """A reason that fits, whatever names are in it: 300 characters of one byte each."""
+    """A reason of at most 300 single-byte characters."""
     return f"{type(error).__name__}: {error}"[:300].encode("ascii", "replace").decode()
 
 
 def refusal(text: str) -> ProtocolError:
-    """The error in a refusal, on the side that was refused. Nothing is proved yet: no control characters."""
+    """The error in a refusal. The peer is not authenticated: removes control characters."""
     name, _, reason = "".join(c if c.isprintable() else "?" for c in text).partition(": ")
     kinds: dict[str, type[ProtocolError]] = {"TokenError": TokenError, "VersionError": VersionError}
     return kinds.get(name, FrameError)(reason or text)

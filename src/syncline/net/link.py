@@ -1,4 +1,4 @@
-"""A member's way to the coordinator, which may die and come back: what is asked is asked again."""
+"""A member's link to the coordinator, which may die and return: requests are repeated."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from syncline.net.rpc import Call, Endpoint, Request, Service, Stamp
 from syncline.net.transport import Buffer, Connection, Peer
 from syncline.stats import WireStats
 
-#: Between two attempts to reach a coordinator that is gone.
+#: Pause between attempts to reach the coordinator.
 _AGAIN_SECONDS = 0.05
-#: How often a wait that may be ended looks whether it is to be.
+#: How often an interruptible wait is checked.
 _LOOK_SECONDS = 0.1
-#: A coordinator that does not answer for this part of the deadline of silence is looked for again.
+#: A coordinator silent for this part of the deadline is dialled again.
 SILENT = 0.6
-#: For a coordinator that was found again to say who is there. It has just proved who it is, so it lives; giving up on
-#: one that is slow costs more than waiting: it would take that for a connection that broke.
+#: How long a reconnected coordinator may take to send the roster. It has just authenticated, so it is alive; giving
+#: up on a slow one would look like a broken connection to it.
 _ANSWER_SECONDS = 10.0
 
 
 class Link:
-    """Calls to the coordinator, over one connection after the other. Every verb may be said again.
+    """Calls to the coordinator over successive connections. Every request is repeatable.
 
-    `dial` makes a connection. `fenced` hears that this process was evicted, `gone` that the coordinator did not come
-    back within `patience_seconds`.
+    `dial` makes a connection. `fenced` is called when this process was evicted, `gone` when the coordinator did not
+    return within `patience_seconds`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         self._member: Rejoin | None = None
         self._on_roster: Callable[[Roster], None] = lambda roster: None
         self._wire = WireStats()
-        self._is_looking = False  # a thread looks for the coordinator
+        self._is_looking = False  # a thread is reconnecting
         self._endpoint: Endpoint | None = None
         self._endpoint = endpoint = Endpoint(dial(), stamp, _Hearing(self, service))
         if not endpoint.is_open:
@@ -62,9 +62,9 @@ class Link:
     # -- asking -------------------------------------------------------------------------------------------
 
     def call(self, message: Message, seconds: float, look: Callable[[], None] | None = None) -> Message:
-        """The answer; asked again as often as the connection breaks, until the deadline.
+        """Returns the answer; repeats the request over new connections until the deadline.
 
-        `look` is called now and then meanwhile: what it raises ends the wait.
+        `look` is called now and then; an exception from it ends the wait.
         """
         until = time.monotonic() + seconds
         while True:
@@ -77,7 +77,7 @@ class Link:
                         break
                 return call.wait(max(0.0, until - time.monotonic()))
             except ConnectionLost:
-                self._lost(endpoint, "closed")  # by whoever sees it first
+                self._lost(endpoint, "closed")  # whichever thread sees it first
             except WaitTimeout:
                 raise WaitTimeout(f"{type(message).__name__}: no answer within {seconds:g} s") from None
 
@@ -93,14 +93,14 @@ class Link:
             return self._endpoint
 
     def try_call(self, message: Message, then: Callable[[Call], None] | None = None) -> Call:
-        """One attempt, not waited for; a ConnectionLost when there is no coordinator. `then`: as an endpoint's."""
+        """One attempt, without waiting; ConnectionLost if there is no connection. `then`: as in `Endpoint.call`."""
         endpoint = self._endpoint
         if endpoint is None:
             raise ConnectionLost("the coordinator is gone for the moment")
         return endpoint.call(message, then=then)
 
     def tell(self, message: Message) -> None:
-        """Says something that is not answered, if there is a coordinator now."""
+        """Sends an unanswered message, if there is a connection."""
         endpoint = self._endpoint
         if endpoint is not None:
             endpoint.tell(message)
@@ -125,11 +125,11 @@ class Link:
         silent_seconds: float,
         on_roster: Callable[[Roster], None],
     ) -> None:
-        """This process is a member now: it beats, and says who it is wherever it finds a coordinator again.
+        """This process is a member now: sends heartbeats, and rejoins over every new connection.
 
-        Over a link that is half open nothing comes back: after `silent_seconds` without an answer to a beat another
-        one is made, before this member counts as silent itself. The old one is kept until then: a coordinator that is
-        slow would take one that closes for a death.
+        A half-open connection returns nothing: after `silent_seconds` without a reply another one is made, before
+        this member counts as silent. The old one is kept until then, since a slow coordinator would take its end for
+        a death.
         """
         self._on_roster = on_roster
         self._member = Rejoin(name, incarnation)
@@ -148,16 +148,16 @@ class Link:
                 call = endpoint.call(_with_rtt(self._made(make), rtt))
                 if not call.arrives(silent_seconds):
                     self._is_silent(endpoint, call, f"the coordinator has not answered for {silent_seconds:g} s")
-                call.wait(None)  # here or, when there is another connection, lost
+                call.wait(None)  # answered, or lost when there is another connection
                 rtt = time.monotonic() - began
             except FencedError as error:
                 self._is_fenced(error)
                 return
             except SynclineError:
-                continue  # lost: whoever reads the connection sees to it
+                continue  # lost: the reader handles it
 
     def _made(self, make: Callable[[], Heartbeat]) -> Heartbeat:
-        """A bug of ours is no reason to be taken for dead: then the beat has nothing to say."""
+        """Builds a heartbeat; an empty one on an error, since a bug must not look like a death."""
         try:
             return make()
         except Exception as error:
@@ -170,7 +170,7 @@ class Link:
     # -- when it breaks -----------------------------------------------------------------------------------
 
     def _lost(self, endpoint: Endpoint, reason: str) -> None:
-        """The first to know of a broken connection has it made again, in a thread of its own."""
+        """The first thread that notices a broken connection reconnects, in a new thread."""
         with self._change:
             if self._endpoint is not endpoint or self._closed.is_set():
                 return
@@ -182,7 +182,7 @@ class Link:
             self._look_for_it(reason)
 
     def _is_silent(self, endpoint: Endpoint, call: Call, reason: str) -> None:
-        """It is looked for again, over another connection, until this call is answered."""
+        """Reconnects unless this call is answered meanwhile."""
         with self._change:
             if self._endpoint is not endpoint or self._is_looking or self._closed.is_set():
                 return
@@ -210,7 +210,7 @@ class Link:
             self._closed.wait(_AGAIN_SECONDS)
 
     def _connect_once(self, silent: Call | None) -> bool:
-        """Whether there is a connection: a new one, or that which was silent."""
+        """Whether there is a connection: a new one, or the silent one again."""
         if self._is_heard_again(silent):
             return True
         endpoint = Endpoint(self._dial(), self._stamp, _Hearing(self, self._service))
@@ -230,7 +230,7 @@ class Link:
             self._wire += before.stats() if before is not None else WireStats()
             self._change.notify_all()
         if before is not None:
-            before.close("there is another connection")  # what was asked over it is asked again
+            before.close("there is another connection")  # its requests are repeated
         if not endpoint.is_open:
             self._lost(endpoint, "closed again")
         if isinstance(roster, Roster):
@@ -238,7 +238,7 @@ class Link:
         return True
 
     def _is_heard_again(self, silent: Call | None) -> bool:
-        """The coordinator was slow, and the old connection is whole: nothing is to be looked for."""
+        """Whether the coordinator was only slow and the old connection works."""
         with self._change:
             if silent is None or self._endpoint is None or not silent.is_done:
                 return False
@@ -268,12 +268,12 @@ class Link:
 
 
 class _Hearing:
-    """What the coordinator says goes to the member's service; that it is gone, to the link."""
+    """Passes the coordinator's messages to the member's service, and its loss to the link."""
 
     def __init__(self, link: Link, service: Service) -> None:
         self._link, self._service = link, service
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:

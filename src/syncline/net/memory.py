@@ -1,4 +1,4 @@
-"""The in-process twin of the transport: a send is a call. Messages are still encoded, bounded and decoded."""
+"""The in-memory transport: a send is a call. Messages are still encoded, limited and decoded."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from syncline.net.transport import Buffer, Connection, Memory, Peer, Receiver
 
 
 def aligned_zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Bytes that begin where a cache line does: vector code is slower on numbers that lie across two."""
+    """Cache-line aligned bytes: vector code is slower on unaligned numbers."""
     array = np.zeros(max(1, num_bytes) + ALIGN, np.uint8)
     start = -array.ctypes.data % ALIGN
     return array[start : start + max(1, num_bytes)]
 
 
 class HeapMemory:
-    """Plain memory: in one process, everything is shared."""
+    """Plain memory: within one process, everything is shared."""
 
     def __init__(self, num_bytes: int) -> None:
         self.array = aligned_zeros(num_bytes)
 
     def close(self) -> None:
-        """Both sides hold this very object: it goes when neither does."""
+        """Both sides hold this object: it is freed when neither does."""
 
 
 class MemoryConnection(Connection):
-    """One end of a pair. Frames are handed over in the sender's thread, so nothing is queued."""
+    """One end of a pair. Frames are delivered in the sender's thread, so nothing is queued."""
 
     shares_memory = True
 
@@ -45,7 +45,7 @@ class MemoryConnection(Connection):
 
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
         self._receiver = receiver
-        return False  # the sender's thread hands over
+        return False  # frames are delivered in the sender's thread
 
     def read(self, seconds: float) -> bool:
         return False
@@ -64,7 +64,7 @@ class MemoryConnection(Connection):
         try:
             parsed = frame.parse_header(header.pack())
             message = frame.decode(parsed.kind, body)
-            payload = list(receiver.landing(parsed, message)) if parsed.payload_bytes else []
+            payload = list(receiver.buffers_for(parsed, message)) if parsed.payload_bytes else []
             if parsed.payload_bytes:
                 _copy(buffers, payload, parsed.payload_bytes)
         except SynclineError as error:
@@ -74,7 +74,7 @@ class MemoryConnection(Connection):
         receiver.deliver(parsed, message, payload, attachment)
 
     def count_received(self, num_bytes: int) -> None:
-        """The other side has sent a frame of so many bytes."""
+        """Counts a frame that the other side sent."""
         with self._lock:
             self._received[0] += 1
             self._received[1] += num_bytes
@@ -96,7 +96,7 @@ class MemoryConnection(Connection):
 
 
 class Dialled(MemoryConnection):
-    """An end that brings the other end to those who accept it, as soon as it can hear itself."""
+    """An end that passes the other end to `accept` once it is started."""
 
     def __init__(self, peer: Peer, accept: Callable[[Connection], None]) -> None:
         super().__init__(peer)
@@ -109,34 +109,34 @@ class Dialled(MemoryConnection):
         return False
 
     def share_nothing(self) -> None:
-        """Both ends are as those of a network."""
+        """Makes both ends behave like network connections."""
         assert self.other is not None
         self.shares_memory = self.other.shares_memory = False
 
 
-def _copy(buffers: Iterable[Buffer], landing: list[Buffer], num_bytes: int) -> None:
-    if sum(len(buffer) for buffer in landing) != num_bytes:
+def _copy(buffers: Iterable[Buffer], targets: list[Buffer], num_bytes: int) -> None:
+    if sum(len(buffer) for buffer in targets) != num_bytes:
         raise FrameError(f"a payload of {num_bytes} bytes does not fit its message")
-    targets = iter(landing)
-    target = next(targets, memoryview(b""))
+    remaining = iter(targets)
+    target = next(remaining, memoryview(b""))
     for source in buffers:
         while len(source):
             if not len(target):
-                target = next(targets)
+                target = next(remaining)
             count = min(len(source), len(target))
             target[:count] = source[:count]
             source, target = source[count:], target[count:]
 
 
 def pair(one: Peer, two: Peer) -> tuple[MemoryConnection, MemoryConnection]:
-    """Two connected ends: the first is held by `one` and leads to `two`."""
+    """Two connected ends: the first belongs to `one` and leads to `two`."""
     left, right = MemoryConnection(two), MemoryConnection(one)
     left.other, right.other = right, left
     return left, right
 
 
 def dialled(one: Peer, two: Peer, accept: Callable[[Connection], None]) -> Dialled:
-    """The end of `one`, which leads to `two`; the other is accepted when this one is started."""
+    """The end of `one`, leading to `two`; the other is accepted when this one is started."""
     left, right = Dialled(two, accept), MemoryConnection(one)
     left.other, right.other = right, left
     return left

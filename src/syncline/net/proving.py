@@ -1,4 +1,4 @@
-"""The handshake over a socket: its parts within their bytes and seconds, and a reason for whoever is refused."""
+"""The handshake over a socket: limits on bytes and time, and reasons for refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncline.net.transport import Peer
 
 
 def connecting(sock: socket.socket, side: handshake.Connecting) -> Peer:
-    """Proves the token to the side that listens, and has it proved by it. Silence is no refusal: a NoAnswer."""
+    """Mutual proof with the listening side. Silence raises NoAnswer, not a refusal."""
     parts = _Parts(sock, 2 * handshake.MAX_BYTES, time.monotonic() + handshake.SECONDS, NoAnswer)
     sock.sendall(side.hello())
     proof, peer = side.answer(parts.read())
@@ -23,11 +23,11 @@ def connecting(sock: socket.socket, side: handshake.Connecting) -> Peer:
 
 
 def listening(sock: socket.socket, side: handshake.Listening, until: float) -> Peer:
-    """The same for a stranger that has connected; one that is refused is told why."""
+    """Mutual proof with a connecting stranger; one that is refused is told why."""
     parts = _Parts(sock, handshake.MAX_BYTES, until, FrameError)
     try:
         challenge = side.challenge(parts.read())
-        if _is_gone(sock):  # it could not wait until we were awake, and dials again
+        if _is_gone(sock):  # it gave up while we were suspended, and dials again
             raise ConnectionLost(f"{side.asker} had given up before it was answered")
         sock.sendall(challenge)
     except ProtocolError as error:
@@ -41,14 +41,14 @@ def listening(sock: socket.socket, side: handshake.Listening, until: float) -> P
             sock.sendall(handshake.refuse_proof(error))
         raise
     except ConnectionLost as error:
-        # It may have seen by our proof that the tokens differ: it is gone without a word then.
+        # It may have seen from our proof that the tokens differ, and closed.
         raise ConnectionLost(f"{side.asker} did not prove the token of this job: {error}") from None
     sock.sendall(welcome)
     return peer
 
 
 def _is_gone(sock: socket.socket) -> bool:
-    """Whether the other side has closed the connection, as far as can be seen without reading (not under TLS)."""
+    """Whether the peer has closed the connection, as far as visible without reading (not under TLS)."""
     if isinstance(sock, ssl.SSLSocket):
         return False
     seconds = sock.gettimeout()
@@ -64,7 +64,7 @@ def _is_gone(sock: socket.socket) -> bool:
 
 
 class _Parts:
-    """The parts of a handshake as they come: so many bytes, until then, all together; after that it is `silence`."""
+    """Reads the parts of a handshake: limited in bytes and by one deadline, after which it raises `silence`."""
 
     def __init__(self, sock: socket.socket, most_bytes: int, until: float, silence: type[SynclineError]) -> None:
         self._sock, self._most, self._left, self._until = sock, most_bytes, most_bytes, until

@@ -1,4 +1,4 @@
-"""Calls over a connection, in both directions: tickets for what we asked, requests for what we are asked."""
+"""Calls over a connection, in both directions: `Call` for outgoing requests, `Request` for incoming ones."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from syncline.net.frame import ANSWER, ATTACHED, MORE, Header
 from syncline.net.transport import Buffer, Connection, Memory, Peer
 from syncline.stats import WireStats
 
-#: Where an answer's payload goes: buffers, or what makes them once the answer's message is known.
-Landing = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
-#: Hears of the parts of an answer that come before its end; in the thread that brings them.
+#: Receive buffers for an answer's payload, or a function that makes them from the answer's message.
+Into = Sequence[Buffer] | Callable[[Message], Sequence[Buffer]]
+#: Called for parts of an answer before its end, in the receiving thread.
 OnPart = Callable[[Message], None]
 
 
 class Latch:
-    """Opens once. An Event can close again, which makes it several times as dear."""
+    """Opens once. Several times as fast as an Event, which can close again."""
 
     __slots__ = ("_lock", "is_open")
 
@@ -56,11 +56,11 @@ class Latch:
 
 
 class Call:
-    """A question under way. `wait` returns the answer, or raises what the other side raised."""
+    """A request in flight. `wait` returns the answer, or raises the peer's error."""
 
     __slots__ = ("_actions", "_endpoint", "_error", "_kind", "_latch", "answer", "attachment", "into", "on_part")
 
-    def __init__(self, endpoint: Endpoint, kind: type[Message], into: Landing, on_part: OnPart | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, kind: type[Message], into: Into, on_part: OnPart | None = None) -> None:
         self._endpoint, self._kind, self.into, self.on_part = endpoint, kind, into, on_part
         self.answer: Message | None = None
         self.attachment: Memory | None = None
@@ -81,11 +81,11 @@ class Call:
         return self._endpoint.waiter_reads
 
     def read(self, seconds: float) -> bool:
-        """Where the waiter reads: one frame, whatever it answers; False when none came in time."""
+        """If callers read: reads one frame, whatever it answers; False on timeout."""
         return self._endpoint.read(seconds)
 
     def done(self) -> bool:
-        """Whether the answer is here; where the waiter reads, this looks for it."""
+        """Whether the answer is here; if callers read, checks for it."""
         if not self._latch.is_open and self._endpoint.waiter_reads:
             self._endpoint.read(0.0)
         return self._latch.is_open
@@ -96,13 +96,13 @@ class Call:
         self._act()
 
     def when_done(self, action: Callable[[], None]) -> None:
-        """Runs the action, once, when the answer is here, in the thread that brings it; must be quick."""
+        """Runs the action once when the answer is here, in the receiving thread; it must be quick."""
         self._actions.append(action)
         if self._latch.is_open:
             self._act()
 
     def _act(self) -> None:
-        # The answer may come while `when_done` is called: whoever pops an action runs it, nobody else.
+        # The answer may arrive during `when_done`: the thread that pops an action runs it.
         while self._actions:
             try:
                 action = self._actions.pop()
@@ -119,7 +119,7 @@ class Call:
         return self.answer
 
     def arrives(self, timeout_seconds: float | None) -> bool:
-        """Waits; whether the answer, of whatever kind, came in time."""
+        """Waits; returns whether any answer came in time."""
         if not self._endpoint.waiter_reads:
             return self._latch.wait(timeout_seconds)
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -131,7 +131,7 @@ class Call:
 
 
 class Request:
-    """What the other side asked. Answer it once, now or later, from any thread."""
+    """An incoming request. Answer it once, now or later, from any thread."""
 
     __slots__ = ("_endpoint", "_number", "attachment", "generation", "message", "payload", "peer")
 
@@ -154,7 +154,7 @@ class Request:
 
     @property
     def number(self) -> int:
-        """0: nothing is to be answered."""
+        """0: no answer is expected."""
         return self._number
 
     def reply(
@@ -164,9 +164,9 @@ class Request:
         payload_bytes: int = 0,
         attachment: Memory | None = None,
     ) -> None:
-        """Sends the answer; an asker that is gone by now, or that wants none, is no error."""
+        """Sends the answer. It is no error if the caller is gone or expects none."""
         if self._number:
-            with contextlib.suppress(ConnectionLost):  # whoever reads the connection sees it too
+            with contextlib.suppress(ConnectionLost):  # the reader sees it too
                 self._endpoint.send(self._number, ANSWER, answer, buffers, payload_bytes, attachment)
 
     def reply_part(self, answer: Message, buffers: Iterable[Buffer] = (), payload_bytes: int = 0) -> None:
@@ -181,11 +181,11 @@ class Request:
 class Service(Protocol):
     """What answers requests."""
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         """Where the payload of a request goes; a ProtocolError refuses it and closes the connection."""
 
     def handle(self, request: Request) -> None:
-        """Answers the request, or keeps it to answer later. A SynclineError raised here is the answer."""
+        """Answers the request, or keeps it for later. A SynclineError raised here becomes the answer."""
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
         """The peer is gone."""
@@ -194,7 +194,7 @@ class Service(Protocol):
 class NoService:
     """For a side that only asks."""
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         raise ProtocolError(f"{peer} asks a side that answers nothing")
 
     def handle(self, request: Request) -> None:
@@ -205,20 +205,20 @@ class NoService:
 
 
 class Stamp:
-    """What every frame of a process carries: job, incarnation, generation, term. Shared by its endpoints."""
+    """The values in every frame of a process: job, incarnation, generation, term. Shared by its endpoints."""
 
     def __init__(self, job: str, *, superseded: Callable[[int], None] = lambda term: None) -> None:
-        """`superseded`: a coordinator hears that there is one of a newer term."""
+        """`superseded`: called when a coordinator sees a newer term."""
         self.job, self.superseded = frame.job_key(job), superseded
         self.incarnation = self.generation = self.term = 0
         self.is_coordinators = False
 
 
 class Endpoint:
-    """One side of a connection. It answers by its service and asks by `call`.
+    """One side of a connection. It answers with its service and asks with `call`.
 
-    `waiter_reads`: on a connection of this host whoever waits for an answer reads it from the socket, and saves the
-    hand-over from a reader's thread. Nothing is read while nobody waits: for a side that is never asked anything.
+    `waiter_reads`: on a connection within this host a waiting caller reads from the socket itself, which saves a
+    thread hand-over. Nothing is read while no caller waits: only for a side that gets no requests.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Endpoint:
         self._lock = threading.Lock()
         self._lost: str | None = None
         self.read, self.post, self.take_like = connection.read, connection.post, connection.take_like
-        self.waiter_reads = False  # what comes in at once may be answered before `start` has returned
+        self.waiter_reads = False  # messages may arrive before `start` returns
         self.waiter_reads = connection.start(self, waiter_reads=waiter_reads)
 
     def call(
@@ -244,14 +244,14 @@ class Endpoint:
         *,
         buffers: Iterable[Buffer] = (),
         payload_bytes: int = 0,
-        into: Landing = (),
+        into: Into = (),
         attachment: Memory | None = None,
         on_part: OnPart | None = None,
         then: Callable[[Call], None] | None = None,
     ) -> Call:
-        """Asks; the answer's payload goes straight into the given buffers.
+        """Sends a request; the answer's payload is received directly into the given buffers.
 
-        `then` runs when the answer is here, before anything that comes after it is read.
+        `then` runs when the answer is here, before anything after it is read.
         """
         number = next(self._numbers) % 0xFFFFFFFF + 1  # 32 bits, and never 0
         call = Call(self, type(message), into, on_part)
@@ -266,17 +266,17 @@ class Endpoint:
         except BaseException as error:
             self._calls.pop(number, None)
             if isinstance(error, ConnectionLost):
-                # Not closed here: the other side's last words may still be unread, and say why.
+                # Not closed here: the peer's last messages may be unread and give the reason.
                 raise ConnectionLost(f"{self.peer} is gone: {self._lost or error}") from None
             raise
         return call
 
     def tell(self, message: Message) -> None:
-        """Says something that is not answered."""
+        """Sends an unanswered message."""
         self.send(0, 0, message, (), 0, None)
 
     def mention(self, message: Message) -> None:
-        """The same to a peer that may be gone, and then need not hear it."""
+        """Like `tell`, but ignores a peer that is gone."""
         with contextlib.suppress(ConnectionLost):
             self.tell(message)
 
@@ -299,17 +299,17 @@ class Endpoint:
         self._connection.send(header, body, buffers, attachment)
 
     def head(self, kind: type[Message], body: bytes, payload_bytes: int) -> bytes:
-        """Header and body of a frame that is not answered, as `post` and `take_like` want them."""
+        """Header and body of an unanswered frame, for `post` and `take_like`."""
         stamp = self._stamp
         sender = (stamp.job, stamp.incarnation, stamp.generation, stamp.term)
         return frame.head(kind, sender, body, payload_bytes)
 
     # -- what the connection calls ------------------------------------------------------------------------
 
-    def landing(self, header: Header, message: Message) -> Sequence[Buffer]:
+    def buffers_for(self, header: Header, message: Message) -> Sequence[Buffer]:
         self._check(header, message)
         if not header.is_answer:
-            return self._service.landing(self.peer, message, header.payload_bytes)
+            return self._service.buffers_for(self.peer, message, header.payload_bytes)
         call = self._calls.get(header.request)
         if call is None:
             raise FrameError("an answer to a question that was not asked")
@@ -325,7 +325,7 @@ class Endpoint:
             raise ProtocolError(f"a {self.peer.role} may not say {type(message).__name__}")
 
     def _check_term(self, term: int) -> None:
-        """Every process knows the highest term that it has heard of; a coordinator of a lower one is out."""
+        """Tracks the highest known term; a coordinator of a lower one is refused."""
         if term == self._stamp.term:
             return
         if self._stamp.is_coordinators:
@@ -371,7 +371,7 @@ class Endpoint:
         with self._lock:
             self._lost = reason
             calls, self._calls = list(self._calls.values()), {}
-        with contextlib.ExitStack() as ends:  # whatever one of them raises, all hear of it
+        with contextlib.ExitStack() as ends:  # all are notified, whatever one of them raises
             ends.callback(self._service.lost, self, reason)
             for call in reversed(calls):
                 ends.callback(call.finish, None, None, ConnectionLost(f"{self.peer} is gone: {reason}"))
@@ -388,7 +388,7 @@ class Endpoint:
 
 
 def wait_all(calls: Sequence[Call], timeout_seconds: float | None) -> list[Message]:
-    """The answers to several calls, within one deadline."""
+    """The answers of several calls, within one deadline."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     answers = []
     for call in calls:

@@ -1,7 +1,7 @@
-"""Shared memory without names: memfds, sealed, handed over by file descriptor.
+"""Anonymous shared memory: sealed memfds, passed by file descriptor.
 
-A memory has no name, so a SIGKILL leaves nothing behind. It is sealed against shrinking and growing, and that is
-checked before a foreign one is mapped: a truncated file would kill its reader.
+Without a name, nothing is left after a SIGKILL. It is sealed against resizing, which is checked before foreign memory
+is mapped: a truncated file would kill its reader.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import numpy.typing as npt
 from syncline.errors import FrameError
 
 Bytes = npt.NDArray[np.uint8]
-_FUTURE_WRITE = 0x10  # Linux 5.1: mappings made from now on are read-only; not in every fcntl module
+_FUTURE_WRITE = 0x10  # Linux 5.1: later mappings are read-only; not in every fcntl module
 
 
 class SharedMemory:
-    """Some bytes that another process can map, given the file descriptor. `array` is all of it."""
+    """Bytes that another process can map through the file descriptor. `array` is all of it."""
 
     def __init__(self, fd: int, num_bytes: int, writable: bool) -> None:
         self.fd, self.num_bytes, self.writable = fd, num_bytes, writable
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         view = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, protection)
         self.array: Bytes = np.frombuffer(view, dtype=np.uint8)
-        # The mapping ends with the last array over it; the descriptor with this object.
+        # The mapping ends with its last array; the descriptor with this object.
         self._closer = weakref.finalize(self, os.close, fd)
 
     def close(self) -> None:
-        """Gives the descriptor back; the bytes go when no array uses them any more."""
+        """Closes the descriptor; the bytes are freed with the last array."""
         self._closer()
         self.array = np.empty(0, np.uint8)
 
 
 def create(num_bytes: int, *, for_all: bool = False) -> SharedMemory:
-    """New shared memory, really reserved: an OSError here rather than a bus error later.
+    """New shared memory, allocated at once: an OSError here instead of a bus error later.
 
-    `for_all`: whoever gets it may write it too.
+    `for_all`: receivers may write it too.
     """
     size = max(num_bytes, mmap.PAGESIZE)
     fd = _anonymous_file()
@@ -57,7 +57,7 @@ def create(num_bytes: int, *, for_all: bool = False) -> SharedMemory:
 
 
 def writable(memory: SharedMemory) -> SharedMemory:
-    """The same memory, to be written here too; a FrameError where its owner has not made it for that."""
+    """The same memory, mapped writable; a FrameError if its owner does not allow it."""
     fd = os.dup(memory.fd)
     try:
         return SharedMemory(fd, memory.num_bytes, writable=True)
@@ -67,7 +67,7 @@ def writable(memory: SharedMemory) -> SharedMemory:
 
 
 def accept(fd: int, num_bytes: int) -> SharedMemory:
-    """Foreign memory, mapped read-only; refused when it is smaller than said, or could shrink."""
+    """Maps foreign memory read-only; refused if it is too small or could shrink."""
     size = max(num_bytes, mmap.PAGESIZE)
     try:
         actual = os.fstat(fd).st_size
@@ -84,7 +84,7 @@ def accept(fd: int, num_bytes: int) -> SharedMemory:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # macOS has no memfd: a file that is unlinked at once has no name either.
+    # macOS has no memfd: an unlinked file has no name either.
     fd, path = tempfile.mkstemp(prefix="syncline-")
     os.unlink(path)
     return fd
@@ -100,7 +100,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had now, by the kernel's own estimate and this process's memory group; None if unknown."""
+    """Available memory by the kernel's estimate and this process's cgroup; None if unknown."""
     found = []
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -128,7 +128,7 @@ def _seal(fd: int, *, is_final: bool) -> None:
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | (_FUTURE_WRITE if is_final else 0))
-    except OSError:  # an older kernel: the receiver maps it read-only by itself
+    except OSError:  # an older kernel: the receiver maps it read-only itself
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 

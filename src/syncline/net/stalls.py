@@ -1,4 +1,4 @@
-"""How long the other side may take nothing: whoever does not read is cut off, whoever reads slowly is not."""
+"""Send timeouts: a peer that does not read is disconnected, a slow one is not."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import struct
 import termios
 import time
 
-#: Nothing taken for so long, or nothing more of a frame: the connection is lost.
+#: Without progress for this long, the connection is lost.
 STALL_SECONDS = 30.0
-#: The other side is gone without a word: its process was killed, mostly.
+#: The peer closed without a message, usually because it was killed.
 BROKEN_OFF = "the connection broke off"
-#: A wait is looked at so often within that time.
+#: Checks within that time.
 _LOOKS = 8
 
 
 class Stalled(Exception):
-    """The other side has taken nothing for too long; the message names it."""
+    """The peer has read nothing for too long; the message names it."""
 
 
 class Stall:
-    """One wait for room in a socket. Made only when the socket is full: what flows costs nothing.
+    """One wait for room in a socket, created only when the socket is full.
 
-    A kernel wakes a sender when a good part of its buffer is free. A slow reader may take long to come so far, so
-    it is asked how much lies in the buffer: less than before is progress.
+    The kernel wakes a sender when much of its buffer is free, which may take long with a slow reader. So the fill
+    level of the buffer is checked: less than before is progress.
     """
 
     def __init__(self, sock: socket.socket, peer: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Stall:
         self._unsent, self._since = _unsent_bytes(sock), time.monotonic()
 
     def check(self) -> None:
-        """There is still no room: raises Stalled when nothing at all was taken for so long."""
+        """Still no room: raises Stalled if nothing was read for too long."""
         unsent, now = _unsent_bytes(self._sock), time.monotonic()
         if unsent != self._unsent:
             self._unsent, self._since = unsent, now
@@ -43,18 +43,18 @@ class Stall:
 
 
 def look_seconds(stall_seconds: float) -> float:
-    """After so long without room, the wait is looked at."""
+    """The interval of these checks."""
     return stall_seconds / _LOOKS
 
 
 def bound(sock: socket.socket, option: int, seconds: float) -> None:
-    """A blocking call on this socket (SO_SNDTIMEO: to send, SO_RCVTIMEO: to receive) ends after so long."""
+    """Sets a timeout for blocking calls (SO_SNDTIMEO: send, SO_RCVTIMEO: receive)."""
     microseconds = max(1, round(seconds * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(microseconds, 1_000_000)))
 
 
 def why_broken(error: Exception, peer: str, when: str = "") -> str:
-    """The kernel's own word, where ours is not plainer."""
+    """A readable reason, else the kernel's."""
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return BROKEN_OFF
     if isinstance(error, TimeoutError):
@@ -63,7 +63,7 @@ def why_broken(error: Exception, peer: str, when: str = "") -> str:
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
-    """What lies in the socket and was not taken yet; -1 where the system does not say."""
+    """Unsent bytes in the socket; -1 if unknown."""
     answer = array.array("i", [-1])
     with contextlib.suppress(OSError, ValueError):
         fcntl.ioctl(sock, termios.TIOCOUTQ, answer)

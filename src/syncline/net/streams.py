@@ -1,7 +1,7 @@
-"""Byte streams over sockets: plain ones that can carry file descriptors, and TLS.
+"""Byte streams over sockets: plain ones, which can carry file descriptors, and TLS.
 
-Plain sockets block: `sendmsg` and `recv_into` go straight from and into final buffers. A TLS socket has no
-`sendmsg`, and never has two threads in it at once: a lock, with the waiting done outside of it.
+Plain sockets block: `sendmsg` and `recv_into` use the final buffers. A TLS socket has no `sendmsg` and allows only
+one thread at a time: a lock, with waiting done outside of it.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from syncline.net.stalls import STALL_SECONDS, Stall, Stalled, bound, look_secon
 
 __all__ = ["PlainStream", "Stalled", "Stream", "TlsStream"]
 
-#: A frame without payload is smaller than this, nearly always.
+#: Most frames without payload are smaller than this.
 AHEAD_BYTES = 1 << 13
-#: Where whoever waits reads, small data that come with a message are to be taken in one call too.
+#: If waiting callers read: small payloads should come with their message in one call.
 AHEAD_BYTES_WAITING = 20 << 10
-_MOST_SECONDS = 86_400.0  # that a poll takes
+_MOST_SECONDS = 86_400.0  # limit of a poll
 _MOST_FDS = 8
 _FD_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Stream(Protocol):
-    """Bytes in both directions. One thread reads at a time; any thread writes, one at a time."""
+    """Bytes in both directions. One thread reads at a time; one thread writes at a time."""
 
     carries_fds: bool
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
-        """Sends all of these bytes. Raises Stalled when the other side takes none of them for too long."""
+        """Sends all bytes. Raises Stalled if the peer reads nothing for too long."""
 
     def read(self, view: memoryview) -> None:
         """Fills the view; raises ConnectionLost at the end of the stream."""
 
     def take(self, count: int) -> memoryview:
-        """The next bytes, good until the next call of either."""
+        """The next bytes, valid until the next call."""
 
     def take_fd(self) -> int | None:
-        """The oldest file descriptor that came with what was read, and was not taken yet."""
+        """The oldest received file descriptor that was not taken yet."""
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing was read beyond what was asked for."""
+        """Whether nothing was read ahead."""
 
     def shut(self) -> None:
-        """Ends both directions and wakes whoever waits; safe to call again."""
+        """Ends both directions and wakes waiting threads; idempotent."""
 
     def close(self) -> None:
-        """Gives the socket back. Nobody may be in it any more: its number is somebody else's from now on."""
+        """Releases the socket. No thread may still use it: its descriptor may be reused at once."""
 
 
 class PlainStream:
-    """A TCP or Unix socket. It reads a little ahead, so that a small frame comes in one call."""
+    """A TCP or Unix socket. It reads ahead a little, so that a small frame takes one call."""
 
     def __init__(
         self, sock: socket.socket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS
@@ -108,7 +108,7 @@ class PlainStream:
         return self._ahead[start : start + count]
 
     def _fill(self, count: int) -> None:
-        """Reads ahead until there are this many bytes; there are none before."""
+        """Reads ahead until there are this many bytes; the buffer is empty before."""
         try:
             self._read_ahead()
             while self._end < count:
@@ -118,7 +118,7 @@ class PlainStream:
             raise self._not_read(error) from None
 
     def _write_one(self, view: memoryview) -> None:
-        """The way of large buffers: one call, which blocks until all is taken, unless that takes long."""
+        """For large buffers: one blocking call, until all is sent or it takes too long."""
         sent, stall = 0, None
         while sent < len(view):
             try:
@@ -131,12 +131,12 @@ class PlainStream:
                 raise self._not_sent(error) from None
 
     def _not_sent(self, error: Exception) -> Exception:
-        """The kernel gives up a reader that does not read, too: nobody but this sender may be told."""
+        """The kernel also gives up on a peer that does not read; only this sender is told."""
         given_up = isinstance(error, TimeoutError)
         return (Stalled if given_up else ConnectionLost)(why_broken(error, self._peer))
 
     def bound_reads(self) -> None:
-        """Whoever waits reads: it finds something when it begins, and within a frame it does not wait for ever."""
+        """For waiting callers: a read timeout, so that they do not wait for ever within a frame."""
         bound(self._sock, socket.SO_RCVTIMEO, self._stall_seconds)
         ahead, self._ahead = self._ahead, memoryview(bytearray(AHEAD_BYTES_WAITING))
         self._ahead[: len(ahead)] = ahead
@@ -181,7 +181,7 @@ class PlainStream:
         return count
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to read within this time (or the end of the stream)."""
+        """Whether there is something to read (or the end) within this time."""
         if self._start != self._end:
             return True
         try:
@@ -193,7 +193,7 @@ class PlainStream:
             raise ConnectionLost(f"the connection is closed: {error}") from None
 
     def peek(self, count: int) -> memoryview | None:
-        """What comes next, and stays there; None where not all of it is here yet, or a descriptor came with it."""
+        """The next bytes without consuming them; None if not all are here, or a descriptor came with them."""
         if self._start == self._end:
             try:
                 self._read_ahead()
@@ -242,7 +242,7 @@ class TlsStream:
         self._sock, self._peer, self._stall_seconds = sock, peer, stall_seconds
         self._lock = threading.Lock()
         self._closed = False
-        # A pipe wakes the poll of whoever waits when the stream is closed.
+        # A pipe that wakes waiting threads when the stream is closed.
         self._wake_read, self._wake_write = os.pipe()
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Ways to connect and to listen: Unix sockets on one host, TCP on loopback, TLS 1.3 between hosts."""
+"""Connecting and listening: Unix sockets on one host, TCP on loopback, TLS 1.3 between hosts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from syncline.core import repeats
 from syncline.core.members import Address
 from syncline.errors import ConfigError, ConnectionLost, NoAnswer
 from syncline.net import handshake, proving
@@ -21,15 +22,15 @@ from syncline.net.connection import SocketConnection
 from syncline.net.streams import PlainStream, Stream, TlsStream
 from syncline.net.transport import Connection, Peer
 
-#: A host that vanishes without a word is noticed after about this long.
+#: A vanished host is noticed after about this long.
 KEEPALIVE_SECONDS = 45
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this address never leaves the host: there, and on Unix sockets, TLS is left out."""
+    """Whether this address never leaves the host: TLS is not used there, nor on Unix sockets."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(host.partition("%")[0])
-        # A listener on `::` sees 127.0.0.1 as ::ffff:127.0.0.1; the other side must come to the same answer.
+        # A listener on `::` sees 127.0.0.1 as ::ffff:127.0.0.1; both sides must decide the same.
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         return (mapped or address).is_loopback
     return False
@@ -47,7 +48,7 @@ def _tune(sock: socket.socket) -> None:
 
 
 class Identity:
-    """What a process needs to prove who it is: the job, its token, and its own name."""
+    """What a process needs to authenticate: the job, its token, and its name."""
 
     def __init__(self, job: str, token: bytes, me: Peer) -> None:
         self.job, self.token, self.me = job, token, me
@@ -57,7 +58,7 @@ class Identity:
 
 
 def connect_unix(path: str, identity: Identity, seconds: float) -> SocketConnection:
-    """Over a Unix socket of this host; an OSError when there is none of that name here."""
+    """Connects over a Unix socket; an OSError if it does not exist."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(seconds)
     try:
@@ -72,7 +73,7 @@ def connect_unix(path: str, identity: Identity, seconds: float) -> SocketConnect
 
 
 def connect_tcp(host: str, port: int, identity: Identity, seconds: float) -> SocketConnection:
-    """Over TCP: in the clear on loopback, TLS 1.3 everywhere else."""
+    """Connects over TCP: in the clear on loopback, TLS 1.3 everywhere else."""
     sock = socket.create_connection((host, port), timeout=seconds)
     try:
         _tune(sock)
@@ -106,7 +107,7 @@ def _open(sock: socket.socket, peer: Peer) -> SocketConnection:
 
 
 def _unix_name(path: str) -> str | bytes:
-    """A name that begins with @ is in Linux's abstract space: it goes with its process."""
+    """A name with @ is in Linux's abstract namespace and ends with its process."""
     return b"\0" + path[1:].encode() if path.startswith("@") else path
 
 
@@ -125,12 +126,13 @@ class Listener:
         self._identity, self._accept, self._log = identity, accept, log
         self._certificate: Certificate | None = None
         self._lock = threading.Lock()
-        self._strangers: dict[int, socket.socket] = {}  # by the thread that greets
+        self._strangers: dict[int, socket.socket] = {}  # by the handshake thread
+        self._refusals = repeats.Repeats("failed connections")
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._unix_path = ""
         self._sockets = [sock]
-        self._ends = socket.socketpair()  # wakes those who accept: the socket itself may be shared with others
+        self._ends = socket.socketpair()  # wakes accepting threads: the socket may be shared with other processes
         host, port = sock.getsockname()[:2]
         if unix:
             self._sockets.append(self._listen_unix(unix))
@@ -149,11 +151,11 @@ class Listener:
         return sock
 
     def rename(self, incarnation: int) -> None:
-        """From now on, handshakes name this incarnation of us."""
+        """Handshakes use this incarnation from now on."""
         self.become(self._identity.as_incarnation(incarnation))
 
     def become(self, identity: Identity) -> None:
-        """From now on, handshakes name this one."""
+        """Handshakes use this identity from now on."""
         self._identity = identity
 
     def _serve(self, listening: socket.socket) -> None:
@@ -166,17 +168,21 @@ class Listener:
         trouble = ""
         while True:
             try:
-                looks.select()
+                looks.select(repeats.SECONDS if self._refusals.num_hidden else None)
                 if self._closed:
                     return
+                with self._lock:
+                    folded = self._refusals.flush(time.monotonic())
+                for line in folded:
+                    self._log(line)
                 sock, _ = listening.accept()
                 sock.setblocking(True)
             except BlockingIOError:
-                continue  # another process that shares the socket was faster, or the caller has gone again
+                continue  # another process that shares the socket was faster, or the peer is gone
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
-                # Too many open files, say: it passes, and until then the others go on.
+                # For example too many open files: temporary; others go on.
                 if str(error) != trouble:
                     trouble = str(error)
                     self._log(f"a connection could not be accepted: {error}")
@@ -185,7 +191,7 @@ class Listener:
             threading.Thread(target=self._greet, args=(sock,), name="greet", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        """A stranger until it has proved the token: 512 bytes and five seconds at most."""
+        """Authenticates a stranger: at most 512 bytes and five seconds."""
         where, until = "this host", time.monotonic() + handshake.SECONDS
         try:
             certificate = ""
@@ -198,9 +204,12 @@ class Listener:
             me = self._identity
             side = handshake.Listening(me.token, me.job, me.me, certificate)
             connection = _open(sock, proving.listening(sock, side, until))
-        except Exception as error:  # whatever a stranger does ends with a line in the log
+        except Exception as error:  # errors of strangers only go to the log
             if not self._closed:
-                self._log(f"a connection from {where} {_why_not(error)}")
+                with self._lock:
+                    lines = self._refusals.add(f"a connection from {where} {_why_not(error)}", time.monotonic())
+                for line in lines:
+                    self._log(line)
             with contextlib.suppress(OSError):
                 sock.close()
             return
@@ -213,7 +222,7 @@ class Listener:
             self._accept(connection)
 
     def _know(self, sock: socket.socket) -> None:
-        """Remembers the stranger's socket: a listener that closes does not leave it waiting."""
+        """Registers the stranger's socket, so that closing the listener ends its wait."""
         with self._lock:
             if self._closed:
                 raise ConnectionLost("the listener is closed")
@@ -237,6 +246,9 @@ class Listener:
         with self._lock:
             self._closed = True
             strangers = list(self._strangers.values())
+            folded = self._refusals.flush(time.monotonic(), is_over=True)
+        for line in folded:
+            self._log(line)
         self._ends[1].close()
         for thread in self._threads:
             thread.join(1.0)
@@ -244,14 +256,14 @@ class Listener:
             sock.close()
         for stranger in strangers:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(stranger, socket.SHUT_RDWR)  # below TLS, whose own thread is in it
+                socket.socket.shutdown(stranger, socket.SHUT_RDWR)  # below TLS, whose thread is using it
         if self._unix_path:
             with contextlib.suppress(OSError):
                 os.unlink(self._unix_path)
 
 
 def _why_not(error: Exception) -> str:
-    """Refused by us, or ended by the other side: a member that is killed may be on its way in."""
+    """The reason: refused by us, or ended by the peer, for example a killed member."""
     if isinstance(error, ConnectionLost):
         return f"ended: {error}"
     if isinstance(error, ConnectionError):
@@ -260,13 +272,13 @@ def _why_not(error: Exception) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens; a port in use is an error that says so."""
+    """A listening TCP socket; an error that says so if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(128)  # until then, two could be bound to one port
+        sock.listen(128)  # before this, two sockets could be bound to one port
     except (OSError, OverflowError, UnicodeError) as error:
         sock.close()
         where = f"{host}:{port}" if port else host

@@ -1,4 +1,6 @@
-"""The seam: what a connection is, whatever carries it (TCP, TLS, Unix sockets, or plain calls in one process)."""
+"""The transport interface: a connection, whatever carries it (TCP, TLS, Unix sockets, or calls within one
+process).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ class Memory(Protocol):
     array: npt.NDArray[np.uint8]
 
     def close(self) -> None:
-        """Gives it back; the bytes go when no array uses them any more."""
+        """Releases it; the bytes are freed with the last array."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is on the other side, as proved by the handshake."""
+    """The authenticated peer."""
 
     role: str
     name: str
@@ -44,58 +46,59 @@ class Peer:
 
 
 class Receiver(Protocol):
-    """What a connection hands its frames to. A FrameError from either call closes the connection."""
+    """Receives a connection's frames. A FrameError from either call closes the connection."""
 
-    def landing(self, header: Header, message: Message) -> Sequence[Buffer]:
-        """Where the payload goes: buffers of `header.payload_bytes` in all, or a ProtocolError."""
+    def buffers_for(self, header: Header, message: Message) -> Sequence[Buffer]:
+        """Receive buffers for the payload, `header.payload_bytes` in total; or a ProtocolError."""
 
     def deliver(self, header: Header, message: Message, payload: Sequence[Buffer], attachment: Memory | None) -> None:
-        """A whole frame is here."""
+        """A complete frame."""
 
     def lost(self, reason: str) -> None:
-        """The connection is closed; nothing more will come."""
+        """The connection is closed."""
 
 
 class Connection(abc.ABC):
-    """One authenticated way to one peer. Any thread may send; frames arrive one at a time, in order."""
+    """An authenticated connection to one peer. Any thread may send; frames arrive one at a time, in order."""
 
-    shares_memory: bool  #: whether an attachment (shared memory) can go with a frame
+    shares_memory: bool  #: whether shared memory can be attached to a frame
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self._sent = [0, 0]  # frames, bytes; changed under the lock of whoever sends
+        self._sent = [0, 0]  # frames, bytes; guarded by the sender's lock
         self._received = [0, 0]
 
     @abc.abstractmethod
     def start(self, receiver: Receiver, *, waiter_reads: bool = False) -> bool:
-        """Begins to hand frames to the receiver; whether that is left to those who wait, who call `read`.
+        """Starts delivering frames. Returns whether callers must `read` themselves.
 
-        A waiter that reads for itself need not be woken by another thread. Not every connection can leave it to
-        them: over a network, bytes must be taken in while nobody waits.
+        A caller that reads for itself need not be woken by another thread. Network connections cannot do this, since
+        bytes must be received while no caller waits.
         """
 
     @abc.abstractmethod
     def read(self, seconds: float) -> bool:
-        """Hands over one frame, or sees the end, in the caller's thread; False when neither came in time."""
+        """Delivers one frame, or the end, in the caller's thread; False on timeout."""
 
     @abc.abstractmethod
     def send(
         self, header: Header, body: bytes, buffers: Iterable[Buffer] = (), attachment: Memory | None = None
     ) -> None:
-        """Sends a frame; the buffers have `header.payload_bytes` in all. Raises ConnectionLost."""
+        """Sends a frame; the buffers have `header.payload_bytes` in total. Raises ConnectionLost."""
 
     def post(self, packed: bytes) -> None:
-        """Sends a frame that is packed already. Only where waiters read."""
+        """Sends a packed frame. Only if callers read."""
         raise NotImplementedError
 
     def take_like(self, head: bytes, payload_bytes: int, seconds: float) -> Buffer | None:
-        """Only where waiters read: the payload of the next frame, if it comes in time, whole, with a header and
-        body as these of my own. Otherwise nothing is taken."""
+        """Only if callers read: the payload of the next frame, if it arrives completely in time with a header and
+        body like mine. Otherwise consumes nothing.
+        """
         raise NotImplementedError
 
     @abc.abstractmethod
     def create_memory(self, num_bytes: int) -> Memory:
-        """Memory that can be attached to a frame of this connection; an OSError when there is too little."""
+        """Memory that can be attached to a frame; an OSError if there is too little."""
 
     @abc.abstractmethod
     def can_carry(self, memory: Memory) -> bool:
@@ -106,7 +109,7 @@ class Connection(abc.ABC):
         """Closes both directions; safe to call again."""
 
     def stats(self) -> WireStats:
-        """What went over this connection so far."""
+        """Statistics of this connection."""
         return WireStats(
             frames_sent=self._sent[0],
             bytes_sent=self._sent[1],

@@ -1,4 +1,4 @@
-"""What workers ask waits its turn: while a generation changes, or while the gate is closed for a cut."""
+"""Holds workers' requests during a reconfiguration or while the snapshot barrier is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncline.server.tasks import RingRounds, StagedCommit, respond
 
 
 class QueuedRequest(NamedTuple):
-    """A request that waits, and what is to be done about it then."""
+    """A held request and the action that handles it."""
 
     request: Request
     kind: Kind
@@ -29,20 +29,20 @@ class QueuedRequest(NamedTuple):
 
 
 class AdmissionQueue:
-    """All that waits, in the order in which it came. Under `state_lock`, all of it but `decide`."""
+    """Held requests in arrival order. All methods except `decide` require `state_lock`."""
 
     def __init__(
         self, rounds: Rounds[StagedCommit], slices: Mapping[int, HostedSlice], idle: threading.Condition
     ) -> None:
         self._rounds, self._slices, self._idle = rounds, slices, idle
-        self._is_held = False  # while a generation changes
-        self.gate: SnapshotBarrier | None = None  # closed, for a cut
+        self._is_held = False  # during a reconfiguration
+        self.barrier: SnapshotBarrier | None = None  # closed for a snapshot
         self._queue: collections.deque[QueuedRequest] | None = (
-            None  # what came since, until all of it is decided upon
+            None  # requests that arrived since and are not decided yet
         )
-        self.loading: set[Identity] = set()  # who gives rules their state, on some servers before others
+        self.loading: set[Identity] = set()  # workers that are loading rule state, on some servers before others
         self._is_deciding = False
-        self._in_hand: QueuedRequest | None = None  # its turn has come
+        self._in_hand: QueuedRequest | None = None  # the request that is being decided
         self._ring: RingRounds | None = None
 
     def enter_ring(self, ring: RingRounds) -> None:
@@ -50,7 +50,7 @@ class AdmissionQueue:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything may have to wait; else nobody need ask."""
+        """Whether requests may be held; False lets callers skip the check."""
         return self._queue is not None
 
     @property
@@ -58,14 +58,14 @@ class AdmissionQueue:
         return self._is_held
 
     def keeps(self, request: Request, kind: Kind, clock: int, action: Callable[[], None]) -> bool:
-        """Whether this request waits; its action is done when its turn comes, and asks here again."""
+        """Returns whether the request is held. If so, `action` runs later and must call `keeps` again."""
         if self._queue is None:
             return False
         asked, mine = QueuedRequest(request, kind, clock, action), self._in_hand
         passes = self._passes(asked)
         if mine is not None and mine.request is request:
             self._in_hand = None
-            if not passes:  # it was held again since it was taken out
+            if not passes:  # held again since it was taken out
                 self._queue.appendleft(asked)
             return not passes
         if passes and not self._is_deciding and not any(self._passes(other) for other in self._queue):
@@ -76,59 +76,61 @@ class AdmissionQueue:
     def _passes(self, asked: QueuedRequest) -> bool:
         if self._is_held:
             return False
-        gate = self.gate
-        return gate is None or gate.lets_pass(asked.kind, asked.worker, asked.clock, is_whole=not self.lacking())
+        barrier = self.barrier
+        return barrier is None or barrier.lets_pass(
+            asked.kind, asked.worker, asked.clock, is_whole=not self.lacking()
+        )
 
     def may_apply(self, commits: Iterable[Commit[StagedCommit]]) -> bool:
-        """In a ring: whether a round that all have voted for passes the gate."""
-        gate = self.gate
-        return gate is None or all(
-            gate.lets_pass("commit", (c.worker, c.item.incarnation), c.clock, is_whole=False) for c in commits
+        """In a ring: whether a round with all votes may pass the snapshot barrier."""
+        barrier = self.barrier
+        return barrier is None or all(
+            barrier.lets_pass("commit", (c.worker, c.item.incarnation), c.clock, is_whole=False) for c in commits
         )
 
     # -- what is in the slices ----------------------------------------------------------------------------
 
     def lacking(self) -> dict[Identity, int]:
-        """What of the gate's `through` is not applied yet."""
-        if self.gate is None or not self.gate.through:
+        """The commits of the barrier's `through` that are not applied yet."""
+        if self.barrier is None or not self.barrier.through:
             return {}
-        return self.gate.lacking(self.on_all(), self.there())
+        return self.barrier.lacking(self.on_all(), self.there())
 
     def applied(self) -> dict[Identity, int]:
-        """Every worker's clock in the slices here: the highest."""
+        """The highest clock of each worker on any slice here."""
         return highest_clocks(dict(slot.state.clocks) for slot in list(self._slices.values()))
 
     def on_all(self) -> dict[Identity, int]:
-        """What of every worker is on all slices here."""
+        """The clock of each worker that is on all slices here."""
         settled = {(s.name, s.incarnation) for s in self._rounds.standings.values() if not s.active}
         slots = list(self._slices.values())
         return on_all(((dict(slot.state.clocks), slot.copied is not None) for slot in slots), settled)
 
     def there(self) -> set[Identity]:
-        """Who takes part here."""
+        """The workers that take part here."""
         return {(s.name, s.incarnation) for s in self._rounds.standings.values() if not (s.left or s.fenced)}
 
     # -- on and off ---------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """A generation is prepared: nothing is decided upon from now on. A cut is not made meanwhile."""
+        """A reconfiguration begins: hold all requests. No snapshot is taken meanwhile."""
         self._is_held = True
         self._begin()
         self.open()
 
     def let_go(self) -> None:
-        """The hold is over; `decide` is to follow, outside of `state_lock`."""
+        """The hold ends. Call `decide` afterwards, without `state_lock`."""
         self._is_held = False
 
-    def close(self, gate: SnapshotBarrier) -> None:
-        """The gate is closed, or closed further on; `decide` is to follow, outside of `state_lock`."""
-        self.gate = gate
+    def close(self, barrier: SnapshotBarrier) -> None:
+        """Closes the barrier, or raises its clocks. Call `decide` afterwards, without `state_lock`."""
+        self.barrier = barrier
         self._begin()
         self._idle.notify_all()
 
     def open(self) -> None:
-        """It is open again; `decide` is to follow, outside of `state_lock`."""
-        self.gate = None
+        """Opens the barrier. Call `decide` afterwards, without `state_lock`."""
+        self.barrier = None
         self._idle.notify_all()
 
     def _begin(self) -> None:
@@ -136,8 +138,7 @@ class AdmissionQueue:
             self._queue = collections.deque()
 
     def decide(self) -> None:
-        """What may pass is decided upon, in the order in which it came; what comes meanwhile waits its turn. One
-        thread does so for all."""
+        """Handles the requests that may pass, in arrival order. One thread does this for all."""
         if self._ring is not None:
             self._ring.look()  # votes may count that did not before
         with self._idle:
@@ -150,11 +151,11 @@ class AdmissionQueue:
                 respond(asked.request, asked.action)
                 asked = self._take_next()
         finally:
-            if asked is not None:  # a bug of ours: others must be able to go on
+            if asked is not None:  # an error of ours must not block the other requests
                 self._is_deciding = False
 
     def _take_next(self) -> QueuedRequest | None:
-        """The next that may pass; None: whoever comes from now on sees that nobody decides."""
+        """The next request that may pass. None ends the deciding thread's turn."""
         with self._idle:
             queue = self._queue
             self._in_hand = next((asked for asked in queue or () if self._passes(asked)), None)
@@ -162,7 +163,7 @@ class AdmissionQueue:
                 queue.remove(self._in_hand)
                 return self._in_hand
             self._is_deciding = False
-            if not queue and not self._is_held and self.gate is None:
+            if not queue and not self._is_held and self.barrier is None:
                 self._queue = None
             return None
 
@@ -171,7 +172,7 @@ class AdmissionQueue:
             yield asked.request
 
     def take_all(self) -> list[Request]:
-        """Primaries have changed: all that waits is to be asked again."""
+        """Primaries have changed: returns all held requests, which must be sent again."""
         found = list(self.waiting())
         self._queue, self._is_held = None, False
         self.loading.clear()

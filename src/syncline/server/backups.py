@@ -31,18 +31,19 @@ from syncline.server.tasks import RingRounds, SliceTask
 
 
 class Backup:
-    """One slice's copy: what waits to be taken in, one after the other."""
+    """One slice's copy and its queue of updates."""
 
     def __init__(self, slot: HostedSlice | None, primary: str) -> None:
         self.slot, self.primary = slot, primary
-        self.region: Region | None = None  # lent by the primary
-        self.own: Region | None = None  # where what is not lent is put
-        self.landed: Sequence[Buffer] | None = None  # what a socket has put there
-        self.held: tuple[Replicate, Region | None] | None = None  # in a ring: until all have voted for it
-        self.queue: collections.deque[Request | Callable[[], None]] = collections.deque()  # or this server's own sums
+        self.region: Region | None = None  # shared by the primary
+        self.own: Region | None = None  # for updates that are not in shared memory
+        self.landed: Sequence[Buffer] | None = None  # received from a socket
+        self.held: tuple[Replicate, Region | None] | None = None  # in a ring: the update that waits for votes
+        # requests, or this server's own sums
+        self.queue: collections.deque[Request | Callable[[], None]] = collections.deque()
         self.is_busy = False
         self.is_named = False  # by the replica sets
-        self.is_out = False  # it is no backup any more
+        self.is_out = False  # no longer a backup
 
 
 def slot_of(backup: Backup, message: Replicate) -> HostedSlice:
@@ -58,7 +59,7 @@ def is_held(backup: Backup, message: Seed | Replicate) -> bool:
 
 
 def is_of(message: Replicate, generation: int) -> bool:
-    """In a ring: what is late, from before a change, may come while the sum of a round after it is made."""
+    """In a ring: a late update from before a reconfiguration may arrive while a later round is summed."""
     return message.ballot is None or message.ballot.generation == generation
 
 
@@ -69,7 +70,7 @@ def own_region(backup: Backup, slot: HostedSlice) -> Region:
 
 
 class Lent(NamedTuple):
-    """One primary's memory, by its number, and the block of ours for the slices that it will seed."""
+    """The memory shared by one primary, and our block for the slices that it will seed."""
 
     number: int
     memory: Memory
@@ -77,7 +78,7 @@ class Lent(NamedTuple):
 
 
 class SharedRegions:
-    """By primary."""
+    """Shared memory by primary."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -85,7 +86,7 @@ class SharedRegions:
         self._lock = threading.Lock()
 
     def lend(self, request: Request, message: ShareRegion) -> None:
-        """The primary's memory, and as much of ours for the slices that are to come."""
+        """Maps the primary's memory and allocates a block for the slices to come."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:
             raise ProtocolError(f"{request.peer} lends memory that did not come")
@@ -105,7 +106,7 @@ class SharedRegions:
         return known
 
     def region(self, peer: Peer, message: Seed, part: Slice) -> Region:
-        """Where this slice's updates will lie."""
+        """The memory for this slice's updates."""
         assert message.lent is not None
         memory = self.find(peer, message.lent).memory
         view = memory.array[message.offset : message.offset + part.num_bytes]
@@ -120,7 +121,7 @@ class SharedRegions:
             self._blocks.let_go(lent.block)
 
 
-#: An update of at most this many bytes is taken in by the thread that reads it.
+#: Updates up to this size are applied by the thread that reads them.
 INLINE_BYTES = 1 << 16
 
 
@@ -141,8 +142,8 @@ class Backups:
         self._learn: Callable[[RoundMembership], None] | None = None
         self._ring: RingRounds | None = None
         self.backups: dict[int, Backup] = {}
-        # Slices that are this server's own now, until their old primaries have certainly heard of it: one whose hold
-        # has ended by itself goes on, and what it takes in has to be here.
+        # Slices promoted here, kept until their old primaries have installed the generation. An old primary whose
+        # hold has expired may go on, and its updates must arrive here.
         self._promoted: dict[int, Backup] = {}
         self.lenders, self.sums = SharedRegions(blocks), SumDecoder(find)
         self._num_thaws = 0
@@ -152,15 +153,15 @@ class Backups:
     # -- what comes from primaries ------------------------------------------------------------------------
 
     def form(self, learn: Callable[[RoundMembership], None]) -> None:
-        """The job is complete. `learn` hears what primaries say of rounds with spare workers."""
+        """The job is formed. `learn` receives the round memberships that primaries send with spare workers."""
         self._learn = learn
 
     def enter_ring(self, ring: RingRounds) -> None:
         """Updates are held until the servers of this ring have voted."""
         self._ring = ring
 
-    def landing(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
-        """Bytes from whoever is not the primary are taken in all the same, and go nowhere."""
+    def buffers_for(self, peer: Peer, message: Seed | Replicate) -> Sequence[Buffer]:
+        """Receive buffers for an update. Bytes from a server that is not the primary are discarded."""
         _, part = self._find(message.slice)
         if isinstance(message, Seed):
             for entry in message.entries:
@@ -191,7 +192,7 @@ class Backups:
         _, part = self._find(message.slice)
         if faults.armed is not None:
             faults.reach("seed.got" if isinstance(message, Seed) else "replicate.got")
-        with self._lock:  # who is fenced meanwhile has been refused here, or is waited for
+        with self._lock:  # fencing either refuses this request or waits for it
             self._check_sender(request.peer, message.slice)
             backup = self.backups.get(message.slice) or self._promoted.get(message.slice)
             if backup is None:
@@ -204,7 +205,7 @@ class Backups:
                 backup.queue.append(request)
             backup.is_busy |= starts
         if has_it:
-            request.reply(Replicated(message.version))  # said again: the answer was lost
+            request.reply(Replicated(message.version))  # repeated: the reply was lost
         elif starts:
             self._start(backup, request, message, part)
 
@@ -247,7 +248,7 @@ class Backups:
                 request.endpoint.close(f"refused what {request.peer} sent: {error}")
             except SynclineError as error:
                 request.refuse(error)
-            except Exception as error:  # whoever waits must hear of it, whatever it is
+            except Exception as error:  # callers must get an error, whatever it is
                 request.refuse(SynclineError(f"{type(error).__name__}: {error}"))
 
     def _take_seed(self, backup: Backup, request: Request, message: Seed) -> None:
@@ -256,7 +257,7 @@ class Backups:
         if slot is not None and backup.primary == request.peer.name and message.version < slot.state.version:
             raise ProtocolError(f"a seed of version {message.version} for a backup that is at {slot.state.version}")
         if slot is None:
-            self._check_sender(request.peer, message.slice)  # it may have waited while the slice was hosted again
+            self._check_sender(request.peer, message.slice)  # the slice may have been hosted again meanwhile
             slot = self._make_slot(request.peer, message)
         loaded = [
             (entry, tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
@@ -268,7 +269,7 @@ class Backups:
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
             slot.rules.load_state(loaded)
-            slot.state.take_over(message.version, message.clocks, message.fences, message.uses, message.late)
+            slot.state.take_over(message.version, message.clocks, message.fences, message.acks, message.late)
             slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
@@ -283,7 +284,7 @@ class Backups:
         else:
             block = self._blocks.make(part.num_bytes)
             view = self._blocks.take(block, part, 0)
-            self._blocks.let_go(block)  # the slice alone keeps it
+            self._blocks.let_go(block)  # only the slice keeps the block now
         return HostedSlice(segment, part, view, self._home)
 
     def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
@@ -298,7 +299,7 @@ class Backups:
         request.reply(Replicated(version, digest))
 
     def _next(self, backup: Backup, slot: HostedSlice, request: Request, message: Replicate) -> Region | None:
-        """Where the gradient of the next update lies, if it has one; any other update is refused."""
+        """The memory with the gradient of the next update, if any. Updates out of order are refused."""
         if slot.state.version != message.version:
             at, said = slot.state.version, message.version
             raise ProtocolError(f"an update of version {said} for a backup that is at {at}")
@@ -306,7 +307,7 @@ class Backups:
 
     @staticmethod
     def _is_in(slot: HostedSlice, message: Replicate) -> bool:
-        """Whether this update came before: its answer was lost."""
+        """Whether the update was applied before, and only its reply was lost."""
         clocks = slot.state.clocks
         return bool(message.clocks) and all(clocks.get((n, i), 0) >= clock for n, i, clock in message.clocks)
 
@@ -316,7 +317,7 @@ class Backups:
             gradients = slot.rules.as_pieces(region.flat, message.has) if region is not None else []
             try:
                 slot.apply_update(
-                    gradients, dict(message.overrides), message.scale, clocks, message.uses, message.late,
+                    gradients, dict(message.overrides), message.scale, clocks, message.acks, message.late,
                     message.fences,
                 )  # fmt: skip
             except Exception as error:
@@ -341,7 +342,7 @@ class Backups:
     # -- in a ring: held until all have voted --------------------------------------------------------------
 
     def queue_up(self, number: int, action: Callable[[], None]) -> None:
-        """This server's own sum for this slice is made, behind whatever has come for it."""
+        """Queues this server's own sum for the slice."""
         with self._lock:
             backup = self.backups.get(number)
             if backup is None:
@@ -354,7 +355,7 @@ class Backups:
             self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
     def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: RingRounds) -> bool:
-        """Whether it is taken in; else it waits until a change is over."""
+        """Returns whether the update is held; False defers it until the reconfiguration is over."""
         slot = slot_of(backup, message)
         with slot.lock:
             is_in = self._is_in(slot, message)
@@ -379,18 +380,18 @@ class Backups:
         return [n for n, b in list(self.backups.items()) if b.held is not None and b.held[0].ballot == ballot]
 
     def numbers(self) -> set[int]:
-        """The slices of which there are copies here."""
+        """The slices that have copies here."""
         return {number for number, backup in list(self.backups.items()) if backup.slot is not None}
 
     def sizes(self, numbers: Collection[int]) -> list[int]:
         return [self._find(number)[1].num_bytes for number in numbers]
 
     def apply_held(self, number: int, work: SliceTask) -> None:
-        """All have voted for what this slice holds."""
+        """Applies the held update: all servers have voted."""
         backup = self.backups[number]
         assert backup.held is not None and backup.slot is not None
         with backup.slot.lock:
-            with contextlib.suppress(RuleError):  # it raises at its primary too, who says so
+            with contextlib.suppress(RuleError):  # the primary raises and reports it too
                 self._apply(backup.slot, *backup.held)
             for answer in work.answers():  # the worker of this process reads it here
                 answer.applied(backup.slot, locked=True)
@@ -407,7 +408,7 @@ class Backups:
             self._pool.submit(functools.partial(self._work_off, backup))
 
     def go_on(self) -> None:
-        """What waited for a change is looked at again."""
+        """Processes the updates that were deferred by a reconfiguration."""
         with self._lock:
             self._num_thaws += 1
             waiting = [backup for backup in self.backups.values() if backup.held is None]
@@ -415,7 +416,7 @@ class Backups:
             self._let_go(backup)
 
     def drop_held(self) -> None:
-        """Seats have changed: whatever is not applied is made again."""
+        """Replica sets have changed: drops unapplied updates, which will be replayed."""
         refused: list[Request] = []
         with self._lock:
             for backup in self.backups.values():
@@ -426,9 +427,8 @@ class Backups:
         for request in refused:
             request.refuse(FencedError("seats have changed since that round"))
 
-    def begin_anew(self) -> None:
-        """Votes are of another generation from now on. What is still being read belongs to those before: it goes on
-        into memory that nobody looks at any more."""
+    def reset(self) -> None:
+        """Starts a new generation of votes. Updates still being received go into memory that is no longer read."""
         with self._lock:
             for backup in self.backups.values():
                 backup.own = backup.landed = None
@@ -436,13 +436,13 @@ class Backups:
     # -- replica sets --------------------------------------------------------------------------------------------
 
     def wait_idle(self, goes_on: Callable[[], bool]) -> None:
-        """Until everything that has come is taken in."""
+        """Waits until all received updates are applied."""
         with self._idle:
             while goes_on() and any(b.is_busy for b in [*self.backups.values(), *self._promoted.values()]):
                 self._idle.wait(0.05)
 
     def promote(self, number: int) -> HostedSlice | None:
-        """This copy is the slice itself from now on, if there is a whole one."""
+        """Makes this copy the primary, if it is complete."""
         with self._lock:
             backup = self.backups.pop(number, None)
             if backup is None or backup.slot is None:
@@ -451,19 +451,19 @@ class Backups:
             return backup.slot
 
     def was_of(self, number: int, primary: str) -> bool:
-        """Whether it was promoted here, and this server may still be its primary for all that it knows."""
+        """Whether the slice was promoted here while `primary` may not know it yet."""
         backup = self._promoted.get(number)
         return backup is not None and backup.primary == primary
 
     def are_all_told(self) -> None:
-        """Every server has the generation: no update comes any more from who was a primary before."""
+        """All servers have installed the generation: no more updates come from former primaries."""
         with self._lock:
             gone, self._promoted = self._promoted, {}
             for backup in gone.values():
                 backup.is_out = True
 
     def take_out(self, number: int) -> HostedSlice | None:
-        """This copy is no backup any more; the slice, if there is a whole one."""
+        """Removes a backup. Returns the slice if it is complete."""
         with self._lock:
             self._promoted.pop(number, None)
             backup = self.backups.pop(number, None)
@@ -472,7 +472,7 @@ class Backups:
         return backup.slot if backup is not None else None
 
     def put_in(self, slot: HostedSlice, primary: str) -> None:
-        """A slice whose primary is elsewhere from now on."""
+        """Adds a slice as a backup of `primary`."""
         with self._lock:
             backup = self.backups[slot.part.id] = Backup(slot, primary)
             backup.is_named = True

@@ -1,4 +1,4 @@
-"""Clipping a round's mean by its norm over all servers: each has a share, the workers bring back the sum."""
+"""Clips a round's mean by its norm over all servers. Each server has a share; the workers bring the sum back."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Clipping:
     def _measure_norm(self, work: RoundTask, slot: HostedSlice) -> None:
         try:
             share = slot.norm(work)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
+        except Exception as error:  # callers must get an error, whatever it is
             with self._flow.state_lock:
-                is_dropped = self._flow.was_dropped(work)  # and what its workers staged is gone
+                is_dropped = self._flow.was_dropped(work)  # and its staged bytes are gone
             if not is_dropped:
                 self._flow.fail(work, error)
             return
@@ -62,13 +62,13 @@ class Clipping:
             return
         with self._flow.state_lock:
             if self._flow.was_dropped(work):
-                return  # whoever is in it makes it again
+                return  # its workers replay it
             requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
             for commit in work.commits:
                 self._flow.take_requests([commit])  # GiveClip asks again
                 self._works[key_of(commit)] = work
             self._flow.waits(work)
-            for line in self.forget_orphans():  # all may have died since it was whole
+            for line in self.forget_orphans():  # all its workers may have died since the round was complete
                 self._flow.log(line)
         for clock, request in requests:
             if request is not None:
@@ -79,7 +79,7 @@ class Clipping:
         return self._works.get(key)
 
     def give(self, work: RoundTask, commit: Held, squared_norm: float) -> Callable[[], None]:
-        """Under `state_lock`: the first worker to bring the norm has the round applied; what to do, outside of it."""
+        """Under `state_lock`: takes the norm. Returns the action that applies the round; call it without the lock."""
         scaled, work.scaled = work.scaled, True
         if work.applied:
             del self._works[key_of(commit)]
@@ -92,7 +92,7 @@ class Clipping:
 
     def _apply_clipped(self, work: RoundTask, squared_norm: float) -> None:
         assert work.clip_norm is not None
-        # As torch.nn.utils.clip_grad_norm_ has it.
+        # The formula of torch.nn.utils.clip_grad_norm_.
         work.scale = min(1.0, work.clip_norm / (math.sqrt(squared_norm) + 1e-6))
         if math.isnan(squared_norm):
             work.scale = math.nan
@@ -104,11 +104,11 @@ class Clipping:
         self._flow.go_through(work)
 
     def num_orphans(self) -> int:
-        """Under `state_lock`: commits of workers that are out, in rounds that wait for their norm."""
+        """Under `state_lock`: commits of removed workers in rounds that wait for their norm."""
         return sum(commit.item.is_fenced for work in self.works() for commit in work.commits)
 
     def forget_orphans(self) -> list[str]:
-        """Under `state_lock`: who is out brings no norm; rounds that nobody is left to bring it for are given up."""
+        """Under `state_lock`: gives up rounds whose workers are all removed, because no norm will come."""
         lost = []
         for work in self.works():
             if all(commit.item.is_fenced for commit in work.commits) and not work.scaled:

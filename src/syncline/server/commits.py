@@ -38,15 +38,15 @@ from syncline.server.worker_removal import Staged, WorkerRemoval
 
 
 class Ranks:
-    """The workers in the order in which they came, as the coordinator tells."""
+    """Workers by seniority, as the coordinator lists them."""
 
     def __init__(self, rounds: Rounds[StagedCommit], flow: RoundExecutor) -> None:
         self._rounds, self._flow = rounds, flow
         self._names: list[str] = []  # the chief first
-        self._chief = ""  # of those who take part here
+        self._chief = ""  # the most senior worker that takes part here
 
     def hear(self, members: Iterable[Member]) -> None:
-        """Who there is. Who was there, and has commits here, keeps its place in the rounds that it is in."""
+        """Updates the list of workers. A worker with commits here keeps its place in its rounds."""
         workers = {(m.name, m.incarnation): (m.since, by_name(m.name)) for m in members if m.role == "worker"}
         with self._flow.state_lock:
             self._names = [name for name, _ in workers]
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class Commits:
-    """All workers' commits: what is staged, what is held, and what follows from a decision."""
+    """Commits of all workers: staged, held, decided."""
 
     def __init__(
         self,
@@ -90,22 +90,22 @@ class Commits:
         self._stands_still = rounds.policy.stands_still
         self.state_lock = flow.state_lock
         pulls.form(flow.state_lock, check=self.check_generation, clocks=flow.clocks_now)
-        self.moved = 0  # the generation in which primaries last changed: who knows an older one looks again
-        self.entered: dict[str, int] = {}  # workers: the generation in which they entered last
+        self.moved = 0  # the generation in which primaries last changed; requests of older generations get a Refresh
+        self.entered: dict[str, int] = {}  # worker -> the generation in which it last entered
         self.ranks = Ranks(rounds, flow)
         self._staged: dict[Key, Staged] = {}
         self.departures = WorkerRemoval(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
         self.holding = AdmissionQueue(rounds, slices, flow.idle)
-        self._set_back: dict[Identity, int] = {}  # by how much workers stand lower here than they said
+        self._set_back: dict[Identity, int] = {}  # how many clocks workers were moved back here
         self.num_commits = self.num_late = 0
 
     def learn(self, roll: RoundMembership) -> None:
-        """With spare workers: a round was closed, by the word of the server of slice 0."""
+        """With spare workers: the server of slice 0 has closed a round."""
         with self.state_lock:
             self.rounds.learn(roll)
 
     def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
-        """Under `state_lock`: a worker says what was decided of its commit."""
+        """Under `state_lock`: a worker reports the membership of its round."""
         roll = message.roll if isinstance(message, CommitStaged) else None
         if roll is None:
             return
@@ -116,31 +116,30 @@ class Commits:
         self.rounds.learn(roll)
 
     def learn_held(self) -> None:
-        """Under `state_lock`: what was decided of held commits is told with the rest; of what comes later it is
-        not."""
+        """Under `state_lock`: learns the round memberships that held commits carry."""
         for request in self.holding.waiting():
             if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
-                with contextlib.suppress(ProtocolError):  # refused when its turn comes
+                with contextlib.suppress(ProtocolError):  # it is refused when its turn comes
                     self._hear_roll(request.peer, request.message)
 
     # -- staging ------------------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
-        """Where staged bytes go."""
+    def buffers_for(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        """Receive buffers for staged bytes."""
         check_stage(peer, message, self._segments)
-        return self.decoding.landing(peer, message)
+        return self.decoding.buffers_for(peer, message)
 
     def _is_taken(self, peer: Peer) -> bool:
         standing = self.rounds.standings.get(peer.name)
         return standing is not None and standing.incarnation == peer.incarnation and not standing.fenced
 
     def check_generation(self, request: Request) -> None:
-        """Whoever speaks of replica sets that have changed looks at the new ones first."""
+        """Raises Refresh if the request is older than the last change of primaries."""
         if request.generation < self.moved:
             raise Refresh(f"primaries have changed: {request.peer} is to look at generation {self.moved}")
 
     def stage(self, request: Request, message: Stage) -> None:
-        """Bytes are here. They wait for the commit, or bring it along."""
+        """Stages bytes for a commit. The message may contain the commit itself."""
         peer = request.peer
         check_stage(peer, message, self._segments)
         worker = (peer.name, peer.incarnation)
@@ -161,12 +160,12 @@ class Commits:
                 self._staged[key] = staged
             contribution, have = staged
             have.update(message.slices)
-            contribution.phase = message.phase  # a rest may lie between bytes sent early and the commit
+            contribution.phase = message.phase  # the worker may have rested between the early bytes and the commit
             contribution.pushed, contribution.weight = message.pushed, message.weight
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
-            contribution.uses = message.uses
-            contribution.is_early, contribution.changed = message.early, frozenset(message.changed)
+            contribution.acks = message.acks
+            contribution.is_early, contribution.is_edited = message.early, message.edited
             contribution.is_told = bool(message.pushed) or not (message.slices or message.ready)
             contribution.arrays = functools.partial(self.staging.tensor, worker, message.slot)
         if faults.armed is not None:
@@ -181,7 +180,7 @@ class Commits:
     # -- committing ---------------------------------------------------------------------------------------
 
     def commit(self, request: Request, message: CommitStaged) -> None:
-        """What is staged counts from now on."""
+        """Commits what is staged."""
         self._commit(request, message)
 
     def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
@@ -222,16 +221,17 @@ class Commits:
         self.flow.run(works)
 
     def _note_uses(self, key: Key, contribution: StagedCommit) -> None:
-        """A slice 0 that came from a worker's copy has lost what was used: of a commit that is in it, and is made
-        again, it is known again. Also when it is new here: other slices may lack it."""
+        """Records the lease acks of a replayed commit. A slice 0 restored from a worker's copy has lost them. This
+        also applies to commits that are new here, because other slices may lack them.
+        """
         slot = self._slices.get(0)
         if slot is not None and slot.copied is not None:
             with slot.lock:
                 if slot.state.clocks.get(key[:2], 0) >= key[2]:
-                    slot.state.used(contribution.uses)
+                    slot.state.used(contribution.acks)
 
     def _contribution(self, peer: Peer, standing: Standing, clock: int, staged: Staged | None) -> StagedCommit:
-        """What this commit brings: what is staged; said again, what it brought before."""
+        """The contribution of this commit: the staged one, or the earlier one if the commit is repeated."""
         known = self.rounds.open_commit(peer.name, clock) if clock == standing.clock else None
         if staged is not None:
             missing = self.departures.not_staged((peer.name, peer.incarnation), *staged)
@@ -251,7 +251,7 @@ class Commits:
         return known
 
     def _is_asked_again(self, key: Key, request: Request) -> bool:
-        """Under `state_lock`: the answer to this was a question, which was lost; it is asked again."""
+        """Under `state_lock`: if the round waits for a norm, sends the lost AskClip again."""
         work = self.flow.clipping.asked_for(key)
         if work is None or work.applied:
             return False
@@ -259,13 +259,15 @@ class Commits:
         return True
 
     def _catch_up(self, standing: Standing, clock: int) -> None:
-        """Slices that came from a worker's copy, or that were never used, take a worker as it comes: what it had
-        acknowledged before is revoked, or was never for here. Anything else that is missing is refused."""
+        """Accepts a worker whose earlier commits these slices lack, if the slices were restored from a worker's copy
+        or were never used. Any other gap is refused.
+        """
         worker = (standing.name, standing.incarnation)
         behind = [slot for slot in self._slices.values() if slot.state.clocks.get(worker, 0) < clock - 1]
         if all(slot.copied is not None or worker not in slot.state.clocks for slot in behind):
             if standing.phase and all(worker not in slot.state.clocks for slot in self._slices.values()):
-                # Its phase began here before its first commit came here: with the commits that were not for here.
+                # The phase began before the worker's first commit arrived here, counting commits that were not for
+                # this server.
                 standing.phase_began += clock - 1 - standing.clock
             for slot in behind:
                 with slot.lock:
@@ -276,17 +278,17 @@ class Commits:
     def _ask_for(
         self, contribution: StagedCommit, request: Request, message: Stage | CommitStaged | GiveClip
     ) -> None:
-        """Whom to answer, and how: in parts, where bytes are wanted or the worker wants to hear of slices early."""
+        """Sets up the reply: in parts if the worker wants bytes or early notice of slices."""
         contribution.request, contribution.answer = request, None
         if not (message.pull or message.parts):
             return
-        # Where nobody may write before this worker's next commit it goes out as it lies; otherwise it is a copy.
+        # If no slice can change before this worker's next commit, the reply needs no copy.
         worker = (request.peer.name, request.peer.incarnation)
         make = None if self._stands_still else functools.partial(self.staging.buffer, worker, contribution.slot)
         contribution.answer = self._pulls.answer_in_parts(request, message.clock, message.pull, make)
 
     def give_clip(self, request: Request, message: GiveClip) -> None:
-        """The norm over all servers; the first worker to bring it has the round applied."""
+        """Receives the norm over all servers. The first worker that brings it starts the update."""
         key = (request.peer.name, request.peer.incarnation, message.clock)
         with self.state_lock:
             later = functools.partial(self.give_clip, request, message)
@@ -326,7 +328,7 @@ class Commits:
         request.reply(Done())
 
     def about_to_load(self, request: Request, message: LoadState) -> None:
-        """No cut lies between the servers' loads."""
+        """No snapshot may fall between the loads of several servers."""
         with self.state_lock:
             later = functools.partial(self.about_to_load, request, message)
             if message.about == 1 and self.holding.keeps(request, "rest", 0, later):
@@ -339,7 +341,7 @@ class Commits:
         request.reply(Done())
 
     def lost(self, worker: Identity) -> None:
-        """Its last connection is gone."""
+        """The worker's last connection is closed."""
         with self.state_lock:
             self.holding.loading.discard(worker)
         self.departures.lost(worker)
@@ -361,7 +363,7 @@ class Commits:
         return bool(self._slices)
 
     def hosted(self) -> list[HostedSlice]:
-        """Under `state_lock`: the slices of which this server is the primary, in the order in which updates come."""
+        """Under `state_lock`: the slices whose primary is here, in update order."""
         return list(dict.fromkeys([*self.flow.slots_in_order(), *self._slices.values()]))
 
     def slowest(self) -> int:
@@ -369,12 +371,12 @@ class Commits:
             return self.rounds.slowest()
 
     def clocks(self) -> dict[Identity, int]:
-        """Where every worker stands; under `state_lock`, what a slice that is hosted from now on begins with."""
+        """Every worker's clock. Under `state_lock`: the clocks that a newly hosted slice begins with."""
         with self.state_lock:
             return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
 
     def why(self, worker: str) -> tuple[str, bool]:
-        """For whom this worker waits, in words, and whether a round waits for it."""
+        """Explains whom this worker waits for, and whether a round waits for this worker."""
         with self.state_lock:
             parked = [c for c in self.flow.parked() if c.worker == worker]
             if parked:
@@ -383,15 +385,17 @@ class Commits:
 
     # -- a generation changes -----------------------------------------------------------------------------
 
-    def begin_anew(
+    def reset(
         self, generation: int, standings: Sequence[Standing], clocks: Mapping[Identity, int]
     ) -> tuple[list[StagedCommit], list[Request]]:
-        """Under `state_lock`: primaries have changed; whom to refuse with a Refresh, open commits and held ones."""
+        """Under `state_lock`: primaries have changed. Drops open commits; returns them and the held requests, which
+        get a Refresh.
+        """
         self.moved = generation
         self._set_back = {(s.name, s.incarnation): s.clock for s in standings}
-        dropped = self.rounds.begin_anew(standings, clocks)
+        dropped = self.rounds.reset(standings, clocks)
         self._set_back = {w: clock - clocks.get(w, 0) for w, clock in self._set_back.items()}
-        asked = self.flow.begin_anew(dropped)
+        asked = self.flow.reset(dropped)
         self._staged.clear()
         if not self.decoding.takes_all:
             self.staging.keep_only(self._slices)
@@ -400,7 +404,7 @@ class Commits:
 
 
 def commit_handlers(commits: Callable[[], Commits]) -> dict[type[Message], Callable[[Request, Any], None]]:
-    """What workers seldom ask of them."""
+    """Handlers for rare requests of workers."""
     return {
         Rest: lambda request, message: commits().rest(request, message),
         Prefer: lambda request, message: commits().prefer(request, message),

@@ -22,8 +22,7 @@ _HUGE_BYTES = 2 << 20
 
 
 def new_memory(num_bytes: int) -> Bytes:
-    """Fresh memory, in huge pages where there are any: the first touch of a small page takes longer than the copy
-    into it. Nothing beyond `num_bytes` is ever touched."""
+    """Allocates memory, in huge pages if possible: the first touch of a small page costs more than the copy."""
     if num_bytes < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.empty(num_bytes, np.uint8)
     room = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -35,16 +34,16 @@ def new_memory(num_bytes: int) -> Bytes:
 
 
 class CopyMemory:
-    """What a save may copy, at most so much at a time; memory that is free again is used again."""
+    """Memory for a save's copies, limited and reused."""
 
     def __init__(self, most_bytes: int, num_copies: int) -> None:
-        """`most_bytes`: 0 for all there is. `num_copies`: that are asked for, at most."""
+        """`most_bytes`: the limit; 0 for none. `num_copies`: the most that will be requested."""
         self.most_bytes, self._num_left = most_bytes, num_copies
         self.used = 0
         self._spare: list[Bytes] = []
 
     def take(self, num_bytes: int) -> Bytes | None:
-        """None: so much may not be copied now."""
+        """Returns memory, or None if the limit is reached."""
         self._num_left -= 1
         found = next((k for k, one in enumerate(self._spare) if one.nbytes == num_bytes), None)
         if found is None and self.most_bytes and self.used + self.num_spare + num_bytes > self.most_bytes:
@@ -56,7 +55,7 @@ class CopyMemory:
 
     @property
     def num_spare(self) -> int:
-        """Bytes that are free, and kept."""
+        """Bytes that are free and kept for reuse."""
         return sum(one.nbytes for one in self._spare)
 
     def give_back(self, memory: Bytes) -> None:
@@ -66,22 +65,22 @@ class CopyMemory:
             self._spare.clear()
 
     def drop(self) -> None:
-        """Nothing is copied any more."""
+        """No more copies are made."""
         self._num_left = 0
         self._spare.clear()
 
 
-#: Of a tensor in a file: its name, its dtype, its shape.
+#: Name, dtype and shape of a tensor in a file.
 Planned = tuple[str, str, tuple[int, ...]]
-#: For the word where to write to, when there is no memory left: then the save is given up, not the job.
+#: How long to wait for the file when no memory is left. After that the save fails, not the job.
 WORD_SECONDS = 5.0
-#: For a slice that the save before is still writing: all commits wait meanwhile.
+#: How long to wait for a slice that the previous save is still writing. Commits wait meanwhile.
 MARK_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 
 
 class Writer(Protocol):
-    """Where marked slices go: any thread, any order, every tensor once."""
+    """Writes marked slices: any thread, any order, every tensor once."""
 
     def write(self, name: str, data: Buffer) -> None: ...
 
@@ -91,16 +90,16 @@ class Writer(Protocol):
 
 
 class SnapshotSlice:
-    """One slice as it was. Until somebody takes it, it is still in the slice itself."""
+    """One slice as of the snapshot. Its data stays in the live slice until it is taken."""
 
     def __init__(self, slot: HostedSlice, marks: CowSnapshot) -> None:
         self.slot, self._marks = slot, marks
         self.version = slot.state.version
         self.clocks = tuple(slot.state.clock_entries())
-        self.num_bytes = 0  # with its rules' state, as soon as that is known
+        self.num_bytes = 0  # with rule state, once known
         self._entries: list[StateEntry] | None = None
-        self._kept: Bytes | None = None  # a copy: its bytes, then those of its rules' state
-        self.is_taken = False  # copied, or written: whoever changes the slice from now on may
+        self._kept: Bytes | None = None  # a copy: the parameters, then the rule state
+        self.is_taken = False  # copied or written: the live slice may change
 
     @property
     def name(self) -> str:
@@ -110,7 +109,7 @@ class SnapshotSlice:
         return f"{self.name}/{entry.piece}/{entry.key}"
 
     def entries(self) -> list[StateEntry]:
-        """Under the slice's lock, or when it is taken: of its rules' state."""
+        """The rule state entries. Requires the slice's lock unless the slice is taken."""
         if self._entries is None:
             entries = [entry for entry, _ in self.slot.rules.live_state()]
             self.num_bytes = self.slot.part.num_bytes + sum(entry.num_bytes for entry in entries)
@@ -118,9 +117,9 @@ class SnapshotSlice:
         return self._entries
 
     def plan(self) -> list[Planned]:
-        """The tensors of a file."""
+        """The tensors of the file."""
         part, lock = self.slot.part, self.slot.lock
-        # Whoever has the lock may be waiting for the file that is planned here, and knows the entries by then.
+        # The holder of the lock may be waiting for this file, but has set the entries by then.
         while self._entries is None:
             if lock.acquire(timeout=_LOOK_SECONDS):
                 try:
@@ -137,7 +136,7 @@ class SnapshotSlice:
     # -- who comes first ----------------------------------------------------------------------------------
 
     def keep(self, waits: bool) -> None:
-        """Under the slice's lock, before it is changed. The change goes on, whatever becomes of the save."""
+        """Under the slice's lock, before an update: keeps the old data. The update goes on even if the save fails."""
         if self.is_taken or self._marks.is_over:
             return
         self.is_taken = True
@@ -151,30 +150,30 @@ class SnapshotSlice:
             self._marks.fail(f"slice {self.slot.part.id}: {error}")
 
     def let_go(self) -> None:
-        """Under the slice's lock: it is not wanted any more."""
+        """Under the slice's lock: the data is no longer needed."""
         self.unhook()
         self._kept = None
 
     def unhook(self) -> None:
-        """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
+        """Under the slice's lock: updates no longer call this object."""
         if self.slot.rules.before_change == self.keep:
             self.slot.rules.before_change = None
 
     def write_live(self, writer: Writer) -> None:
-        """Under the slice's lock: without a copy, as it is."""
+        """Under the slice's lock: writes the live slice without a copy."""
         for name, tensor in self._live():
             found: Bytes = tensor.cpu().numpy()
             writer.write(name, buffer_of(found))
 
     def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Bytes, where they lie."""
+        """The tensors of the live slice."""
         with self.slot.home.at_work():
             yield self.name, torch.from_numpy(self.slot.memory)
             for entry, tensor in self.slot.rules.live_state():
                 yield self._name_of(entry), tensor.detach().reshape(-1).view(torch.uint8)
 
     def _copy(self) -> bool:
-        """Whether there was memory for it."""
+        """Copies the slice. Returns False if there is no memory."""
         memory = self._marks.reserve(self.num_bytes)
         if memory is None:
             return False
@@ -186,7 +185,7 @@ class SnapshotSlice:
         return True
 
     def take(self, writer: Writer) -> None:
-        """By whoever writes the file, before `write`: copied where nobody has; at once written, without memory."""
+        """Copies the slice for the file's writer, before `write`; writes it directly if there is no memory."""
         with self.slot.lock:
             if self.is_taken or self._marks.is_over:  # it may be marked for the next save by now
                 return
@@ -196,7 +195,7 @@ class SnapshotSlice:
                 self.write_live(writer)
 
     def write(self, writer: Writer) -> None:
-        """What was copied; its memory is free after that. Nothing: who changed it has written it."""
+        """Writes the copy and frees its memory. Does nothing if an update has written the slice already."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -214,14 +213,15 @@ class CowSnapshot:
     def __init__(
         self, number: int, slots: Sequence[HostedSlice], most_bytes: int, log: Callable[[str], None]
     ) -> None:
-        """Under `state_lock`, while nothing is on its way through these slices, which come in the order in which
-        updates do. `most_bytes`: to copy at once; 0: all."""
+        """Call under `state_lock` while no update is in flight; `slots` are in update order. `most_bytes`: the limit
+        for copies; 0 for none.
+        """
         self.number, self._log = number, log
         self.num_copied = self.num_waited = 0
         self.memory = CopyMemory(most_bytes, len(slots))
         self._changed = threading.Condition()
         self._writer: Writer | None = None
-        self.trouble = ""  # why this save cannot be made any more
+        self.trouble = ""  # why this save has failed
         self.is_over = False
         self.slices: list[SnapshotSlice] = []
         self._copied: collections.deque[SnapshotSlice] = collections.deque()
@@ -252,7 +252,7 @@ class CowSnapshot:
     # -- memory -------------------------------------------------------------------------------------------
 
     def reserve(self, num_bytes: int) -> Bytes | None:
-        """Memory for a copy; None: so much may not be copied now."""
+        """Memory for a copy, or None if the limit is reached."""
         with self._changed:
             return self.memory.take(num_bytes)
 
@@ -261,19 +261,20 @@ class CowSnapshot:
             self.memory.give_back(memory)
 
     def was_copied(self, marked: SnapshotSlice) -> None:
-        """By who was about to change it."""
+        """An update copied the slice before it changed it."""
         with self._changed:
             self.num_copied += marked.num_bytes
             self._copied.append(marked)
 
     def next(self) -> SnapshotSlice | None:
-        """What is to be written next. First what is not copied yet, the last to be changed first, so that updates
-        need not copy it; where memory is bounded, first what takes it up."""
+        """The slice to write next. Uncopied slices come first, the last in update order first, so that updates need
+        not copy them. With limited memory, copies come first.
+        """
         with self._changed:
             while self._copied or self._left:
                 if self._left and not (self._copied and self.memory.most_bytes):
                     marked = self._left.pop()
-                    if marked.is_taken:  # it will be; whoever takes it there waits until it is
+                    if marked.is_taken:  # being copied; the caller waits for it
                         self._copied.append(marked)
                         continue
                 else:
@@ -284,7 +285,7 @@ class CowSnapshot:
             return None
 
     def wait_for_writer(self, marked: SnapshotSlice, seconds: float) -> None:
-        """Under the slice's lock, in the thread that is about to change it: written first, without a copy."""
+        """Under the slice's lock, in the thread of an update: waits until the slice is written without a copy."""
         with self._changed:
             self.num_waited += 1
             is_first = self.num_waited == 1
@@ -305,7 +306,7 @@ class CowSnapshot:
     # -- its way ------------------------------------------------------------------------------------------
 
     def begin(self, writer: Writer) -> None:
-        """There is a file."""
+        """The file is open."""
         with self._changed:
             self._writer = writer
             self._changed.notify_all()
@@ -316,13 +317,13 @@ class CowSnapshot:
         self.end()
 
     def end(self) -> None:
-        """It is over: nothing more is kept. Said by anybody, any number of times."""
+        """Ends the save and frees its memory. Idempotent."""
         with self._changed:
             self.is_over = True
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Nobody keeps anything for it from now on, and nothing of it is kept."""
+        """Stops keeping data for this save and frees what was kept."""
         for marked in self.slices:
             with marked.slot.lock:
                 marked.let_go()

@@ -1,4 +1,4 @@
-"""The home of a server whose worker is in the same process: on its GPU. Host memory follows when it is read."""
+"""Slice storage on the GPU of a worker in the same process. Host memory is updated when it is read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from syncline.server.storage import Bytes, DeviceStorage, SliceStorage
 
 
 class ChannelStorage(SliceStorage):
-    """All threads work on one stream, so that what one has begun another follows. Nobody waits for it but readers of
-    host memory: slices that go through the device channel are copied there when they are asked for. Without a GPU: a
-    twin."""
+    """All threads use one stream, so that their work is ordered. Only readers of host memory wait: slices of the
+    device channel are copied to the host on demand. Without a GPU it works on the CPU.
+    """
 
-    hatch: DeviceChannel
+    device_channel: DeviceChannel
     is_lazy = True
 
-    def __init__(self, hatch: DeviceChannel, say: Callable[[str], None]) -> None:
-        self.hatch = hatch
-        self._device = device = torch.device(hatch.device)
+    def __init__(self, device_channel: DeviceChannel, say: Callable[[str], None]) -> None:
+        self.device_channel = device_channel
+        self._device = device = torch.device(device_channel.device)
         self._inner: SliceStorage = DeviceStorage(device, say) if device.type == "cuda" else SliceStorage()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._parts: dict[int, Slice] = {}  # by the address of their host memory
@@ -60,11 +60,11 @@ class ChannelStorage(SliceStorage):
             self._stale.discard(host.data_ptr())
             part = self._parts.get(host.data_ptr())
         if part is not None:
-            self.hatch.put(part.id, Handed(numbers.view(torch.uint8)))
+            self.device_channel.put(part.id, Handed(numbers.view(torch.uint8)))
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         part = self._parts.get(host.data_ptr())
-        if part is None or part.segment not in self.hatch.segments:
+        if part is None or part.segment not in self.device_channel.segments:
             self._copy(numbers, host)
             return
         with self._lock:
@@ -72,7 +72,7 @@ class ChannelStorage(SliceStorage):
         event = torch.cuda.Event() if self._stream is not None else None
         if event is not None:
             event.record(self._stream)
-        self.hatch.put(part.id, Handed(numbers.view(torch.uint8), event))
+        self.device_channel.put(part.id, Handed(numbers.view(torch.uint8), event))
 
     def refresh(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
         with self._lock:

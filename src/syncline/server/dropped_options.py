@@ -1,4 +1,4 @@
-"""In rounds one worker's hyperparameters count. A worker whose own ones are different is named, once."""
+"""Reports, once, a worker whose hyperparameters differ from those that count in its rounds."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from syncline.core.rule import Option
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import Round, StagedCommit
 
-#: In so many rounds in a row: a factor on all learning rates may reach one worker a round before another.
+#: Consecutive rounds before a report: a new learning rate may reach one worker a round before another.
 NUM_ROUNDS = 3
 
 
 class DroppedOptions:
-    """Looks at the rounds of one server, under its lock. One server of a job does: that of slice 0."""
+    """Checks the rounds of one server under its lock; only the server of slice 0 does so."""
 
     def __init__(self, slices: Mapping[int, HostedSlice]) -> None:
         self._slices = slices
-        self._num_rounds: dict[str, int] = {}  # in a row, of each worker
+        self._num_rounds: dict[str, int] = {}  # consecutive rounds by worker
         self._told: set[str] = set()
 
     def see(self, commits: Round, leading: Commit[StagedCommit], say: Callable[[str], None]) -> None:
-        """A round whose hyperparameters are those of `leading`."""
+        """Checks a round whose hyperparameters are those of `leading`."""
         for commit in commits:
             item, name = commit.item, commit.worker
             if item.overrides == leading.item.overrides or not item.pushed:

@@ -23,7 +23,7 @@ Find = Callable[[int], tuple[Segment, Slice]]
 
 
 def encode_sum(coder: SliceCoder, segment: Segment, part: Slice, has: Sequence[int], data: Bytes) -> Encoded:
-    """The pieces that there are of a sum, in slice-shaped memory, which has after this what others will read."""
+    """Encodes the pieces `has` of a sum in place: afterwards `data` holds what the receivers will decode."""
     pieces = segment.pieces(part)
     encoded = coder.encode(segment, part, data, {pieces[index].parameter for index in has})
     coder.decode(segment, part, encoded, data)
@@ -31,18 +31,18 @@ def encode_sum(coder: SliceCoder, segment: Segment, part: Slice, has: Sequence[i
 
 
 class SumDecoder:
-    """Of a server that gets such sums."""
+    """Decodes sums at the receiving server."""
 
     def __init__(self, find: Find) -> None:
         self._find = find
         self.coder: SliceCoder | None = None
 
     def room(self, message: Replicate) -> list[Buffer]:
-        """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
+        """Receive buffers for an encoded sum. Invalid sizes are refused before anything is allocated."""
         return [buffer_of(array) for array in self._checked(message).room(*self._find(message.slice), message.sizes)]
 
     def decode(self, message: Replicate, payload: Sequence[Buffer], out: Bytes) -> None:
-        """Into slice-shaped memory."""
+        """Decodes into slice-shaped memory."""
         coder = self._checked(message)
         if len(payload) != sum(size > 0 for size in message.sizes):
             raise FrameError(f"an encoded sum of slice {message.slice} is announced, and its bytes did not come")

@@ -33,7 +33,7 @@ _NO_CLOCKS: dict[str, int] = {}
 
 
 class RoundExecutor:
-    """All work under way. `state_lock` makes decisions and the slices' queues follow each other alike."""
+    """All rounds in flight. `state_lock` keeps the order of decisions equal to the order in every slice's queue."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class RoundExecutor:
         self._stands_still = rounds.policy.stands_still
         self.num_servers = num_servers
         self.seniority: dict[Identity, Seniority] = {}
-        self.tells_clocks = False  # with one replica a worker's copy may have to stand in for a slice
+        self.tells_clocks = False  # with one replica: a worker's copy may have to replace a slice
         self.state_lock = threading.RLock()
         self.idle = threading.Condition(self.state_lock)
-        self.going: set[Identity] = set()  # workers that are out, and forgotten when nothing of theirs is open
+        self.going: set[Identity] = set()  # removed workers; forgotten when nothing of theirs is open
         self.log = log
         self._ring: RingRounds | None = None
         self._after_rounds: list[Callable[[], None]] = []
@@ -60,30 +60,30 @@ class RoundExecutor:
         self.clipping = Clipping(self)
         self._dropped = DroppedOptions(slices)
         self._parked: list[Held] = []
-        self._clocks: dict[str, int] = {}  # of every worker, in what was queued so far
+        self._clocks: dict[str, int] = {}  # every worker's clock in what was queued so far
         self._preferred: list[int] = []
         self._leaving: frozenset[int] = frozenset()
         self._in_order: tuple[HostedSlice, ...] | None = None
         self.lag_max = 0
         self.num_rounds = 0
-        self.round_seconds = 0.0  # from a whole round to its last slice, added up
+        self.round_seconds = 0.0  # total time from complete rounds to their last slice
 
     @property
     def ring(self) -> RingRounds | None:
         return self._ring
 
     def enter_ring(self, ring: RingRounds) -> None:
-        """Rounds are applied by the votes of this ring."""
+        """Rounds need the votes of this ring before they are applied."""
         self._ring = ring
 
     def call_after_rounds(self, listener: Callable[[], None]) -> None:
-        """Calls it under `state_lock` whenever a round is through."""
+        """Calls `listener` under `state_lock` after every round."""
         self._after_rounds.append(listener)
 
     # -- slices -------------------------------------------------------------------------------------------
 
     def slots_in_order(self) -> tuple[HostedSlice, ...]:
-        """As they are needed first, where somebody has said so; else as they are hosted."""
+        """Slices in the preferred order, or in hosting order if no preference is set."""
         if self._in_order is None:
             place = {number: k for k, number in enumerate(self._preferred)}
             ordered = sorted(self._slices, key=lambda number: (place.get(number, len(place)), number))
@@ -91,15 +91,14 @@ class RoundExecutor:
         return self._in_order
 
     def hosts_others(self, leaving: Iterable[int] = ()) -> None:
-        """Under `state_lock`: there are other slices now. `leaving`: these are about to go, and take nothing more
-        in."""
+        """Under `state_lock`: the hosted slices have changed. Slices in `leaving` take no more updates."""
         self._leaving, self._in_order = frozenset(leaving), None
         self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
         self._rounds.first_segment = min((slot.part.segment for slot in self._slices.values()), default=0)
         self._pulls.hosts_others()
 
     def prefer(self, slices: Sequence[int]) -> None:
-        """Slices are applied in this order from now on."""
+        """Sets the order in which slices are applied."""
         with self.state_lock:
             self._preferred = [number for number in slices if number in self._slices]
             self._in_order = None
@@ -107,7 +106,7 @@ class RoundExecutor:
     # -- rounds on their way ------------------------------------------------------------------------------
 
     def enqueue(self, verdict: Verdict[StagedCommit]) -> list[RoundTask]:
-        """Under `state_lock`: every slice gets its rounds in the order in which they became whole."""
+        """Under `state_lock`: queues complete rounds at every slice, in order."""
         works = []
         for commits in verdict.apply:
             if verdict.kind == "late":
@@ -116,7 +115,7 @@ class RoundExecutor:
             lead = leading(commits, self.seniority)
             if len(commits) > 1 and self._rounds.decides:
                 self._dropped.see(commits, lead, self.log)
-            work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held)
+            work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held, self.fail)
             works.append(work)
             if self._ring is not None:
                 self._ring.expect(work)
@@ -133,7 +132,7 @@ class RoundExecutor:
         return works
 
     def fence(self, workers: Sequence[tuple[str, int]], finished: Callable[[], None]) -> list[SliceTask]:
-        """Under `state_lock`: a fence behind everything that is in the slices' queues."""
+        """Under `state_lock`: queues a fence behind all earlier updates."""
         slots = self.slots_in_order()
 
         def done(work: SliceTask) -> None:
@@ -158,23 +157,23 @@ class RoundExecutor:
         self.release()
 
     def summed(self, work: RoundTask) -> None:
-        """Its process group has its sums."""
+        """The process group has finished the round's sums."""
         if self.clipping.is_for(work):
             self.clipping.measure(work)
             return
         self.go_through(work)
 
     def was_dropped(self, work: RoundTask) -> bool:
-        """Under `state_lock`, in a ring: whether it was to be voted on, and replica sets have changed since."""
+        """Under `state_lock`, in a ring: whether the round awaited votes and replica sets have changed since."""
         return work.waits_for_votes and self._ring is not None and not self._ring.expects(work)
 
     @property
     def is_applying(self) -> bool:
-        """Under `state_lock`: a round that nothing stops any more is on its way into the slices."""
+        """Under `state_lock`: whether a decided round is being applied."""
         return any(isinstance(work, RoundTask) and not work.waits_for_votes for work in self._busy)
 
     def go_through(self, work: SliceTask) -> None:
-        """Into the slices here; in a ring, first only to where all hold it."""
+        """Applies the round to the slices here. In a ring, first collects votes."""
         if work.is_summed:
             assert self._ring is not None and isinstance(work, RoundTask)
             if not self._ring.hold_sums(work):
@@ -195,36 +194,30 @@ class RoundExecutor:
         self._ring.held(work)
 
     def waits(self, work: RoundTask) -> None:
-        """Under `state_lock`: for votes, or for its norm. What there was to do about it so far is done."""
+        """Under `state_lock`: the round now waits for votes or for its norm."""
         self._busy.discard(work)
         if not self._busy:
             self.idle.notify_all()
 
     def resumes(self, work: RoundTask) -> None:
-        """Under `state_lock`: what it has waited for is here."""
+        """Under `state_lock`: the round no longer waits."""
         self._busy.add(work)
 
     def drain_all(self, work: SliceTask) -> None:
-        """Spreads a round over the pool; a small one is done by the time another thread would have woken up."""
+        """Applies a round with the pool's threads, or in this thread if it is small."""
         small = is_small([s.part.num_bytes for s in work.slots])
         for slot in work.slots:
             if small:
-                self.drain(slot)
+                slot.drain()
             else:
-                self.pool.submit(functools.partial(self.drain, slot))
-
-    def drain(self, slot: HostedSlice) -> None:
-        for work in slot.drain():
-            if work.error is not None and work.waits_for_votes and isinstance(work, RoundTask):
-                self.fail(work, work.error)  # its sum could not be made: this server will not vote for it
-            work.slice_done()
+                self.pool.submit(slot.drain)
 
     def through(self, work: SliceTask) -> None:
-        """This work is on no way any more."""
+        """The round is finished or dropped."""
         with self.state_lock:
             self._busy.discard(work)
             for key in map(key_of, work.commits):
-                if self._under_way.get(key) is work:  # else it was dropped, and is made again
+                if self._under_way.get(key) is work:  # else it was dropped and is being replayed
                     del self._under_way[key]
             if self.going:
                 for listener in self._after_rounds:
@@ -234,11 +227,11 @@ class RoundExecutor:
 
     @property
     def is_idle(self) -> bool:
-        """Under `state_lock`: nothing is on its way but rounds that wait for votes, or for the word on their norm."""
+        """Under `state_lock`: whether all rounds in flight wait for votes or for their norm."""
         return not self._busy
 
     def _finished(self, work: SliceTask) -> None:
-        """Every slice has taken the round in: who may be answered is answered."""
+        """All slices have applied the round: replies to the workers that the policy allows."""
         assert isinstance(work, RoundTask)
         if work.error is not None:
             self.fail(work, work.error)
@@ -259,7 +252,7 @@ class RoundExecutor:
         self.release()
 
     def fail(self, work: RoundTask, error: Exception) -> None:
-        """Everyone hears of it, once; who asks later hears it then."""
+        """Sends the error to every worker of the round, and to those that ask later."""
         with self.state_lock:
             if work.failed is not None:
                 return
@@ -273,11 +266,11 @@ class RoundExecutor:
     # -- answers ------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Answers whatever the policy no longer holds back."""
+        """Sends the replies that the policy no longer holds back."""
         if not self._parked:
             return
         with self.state_lock:
-            if self._stands_still:  # whoever is in a round that was applied is level with the rest of it
+            if self._stands_still:  # all workers of an applied round are level
                 ready, self._parked = self._parked, []
             else:
                 ready = [c for c in self._parked if self._rounds.may_answer(c.worker, c.clock)[0]]
@@ -298,15 +291,14 @@ class RoundExecutor:
                 self._pulls.committed(request, commit.clock, commit.item, roll)
                 continue
             for slot in self._pulls.readable():
-                answer.applied(slot)  # those that it has not heard of yet
+                answer.applied(slot)  # the slices it was not told of yet
             answer.hear(commit.item, roll)
             answer.finish()
         if faults.armed is not None:
             faults.reach("commit.answered")
 
     def answer_later(self, key: Key, contribution: StagedCommit) -> bool:
-        """Under `state_lock`: a commit is said again. Whether its first saying is on its way, and answers this
-        one."""
+        """Under `state_lock`: a commit is repeated. Returns whether the pending reply will answer it too."""
         work = self._under_way.get(key)
         known = list(work.commits) if work is not None else self._parked
         for commit in known:
@@ -316,7 +308,7 @@ class RoundExecutor:
         return False
 
     def take_requests(self, commits: Iterable[Held]) -> list[StagedCommit]:
-        """Under `state_lock`: those who are to be refused; they are not answered otherwise."""
+        """Under `state_lock`: takes the pending replies out, so that the caller can refuse them."""
         asked = []
         for commit in commits:
             taken = StagedCommit(commit.item.incarnation, 0, 0)
@@ -346,7 +338,7 @@ class RoundExecutor:
         work.clocks = self._clocks.copy()
 
     def count_workers(self, replicas: int) -> None:
-        """Under `state_lock`: others take part now."""
+        """Under `state_lock`: the workers that take part have changed."""
         waiting = {(c.worker, c.item.incarnation): c.clock for c in self._rounds.open_commits()}
         standings = [s for s in self._rounds.standings.values() if not s.left]
         self._clocks = {
@@ -355,20 +347,20 @@ class RoundExecutor:
         self.tells_clocks = replicas < 2
 
     def clocks_now(self) -> dict[str, int]:
-        """The clocks of all workers that whatever is read here can contain, at most."""
+        """Upper bound of every worker's clock in anything that can be read here."""
         return self._clocks.copy() if self.tells_clocks else _NO_CLOCKS
 
     def of_worker(self, name: str, incarnation: int) -> list[Held]:
-        """Under `state_lock`: everything of this worker that is not answered."""
+        """Under `state_lock`: all unanswered commits of this worker."""
         return [c for c in self.unfinished() if (c.worker, c.item.incarnation) == (name, incarnation)]
 
     def unfinished(self) -> list[Held]:
-        """Under `state_lock`: all that is decided upon and not through, or not answered."""
+        """Under `state_lock`: all decided commits that are not applied or not answered."""
         works = {*self._under_way.values(), *self.clipping.works(), *self._busy}
         return [commit for work in works for commit in work.commits] + [*self._parked, *self._rounds.open_commits()]
 
     def take_requests_of(self, name: str, incarnation: int) -> list[StagedCommit]:
-        """Under `state_lock`: this worker is out; what it has committed counts, and is not answered."""
+        """Under `state_lock`: the worker was removed. Its commits count but get no reply."""
         commits = self.of_worker(name, incarnation)
         for commit in commits:
             commit.item.is_fenced = True
@@ -377,11 +369,11 @@ class RoundExecutor:
         return asked
 
     def take_requests_in(self, works: Iterable[RoundTask]) -> list[StagedCommit]:
-        """Under `state_lock`: not all slices take these rounds in here; they are not answered as if they did."""
+        """Under `state_lock`: takes out the replies of rounds that not all slices here will apply."""
         return self.take_requests([commit for work in works for commit in work.commits])
 
-    def begin_anew(self, dropped: Iterable[Held]) -> list[StagedCommit]:
-        """Under `state_lock`: primaries have changed; whoever waits for an answer is to make its commits again."""
+    def reset(self, dropped: Iterable[Held]) -> list[StagedCommit]:
+        """Under `state_lock`: primaries have changed. Returns the waiting commits, which workers must replay."""
         commits = [*dropped, *self._parked]
         commits += [commit for work in self.clipping.works() for commit in work.commits]
         self.clipping.clear()
@@ -390,7 +382,7 @@ class RoundExecutor:
         return self.take_requests(commits)
 
     def drop(self, works: Collection[RoundTask]) -> list[StagedCommit]:
-        """Under `state_lock`, in a ring: these rounds count nowhere; whoever is in them is to make them again."""
+        """Under `state_lock`, in a ring: drops these rounds. Their workers must replay them."""
         for slot in self._slices.values():
             slot.drop(works)
         self._busy.difference_update(works)

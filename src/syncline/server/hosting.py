@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -20,7 +19,7 @@ from syncline.server.backups import Backups
 from syncline.server.commits import Commits
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
-from syncline.server.replicate import Partner
+from syncline.server.reliable_send import Partner
 from syncline.server.seeding import alone_replica, supply
 from syncline.server.slices import HostedSlice
 from syncline.server.storage import Blocks, SliceStorage
@@ -30,7 +29,7 @@ from syncline.stats import ServerStats, WireStats
 def stats_of(
     name: str, slots: Collection[HostedSlice], commits: Commits | None, pulls: Pulls, wire: WireStats
 ) -> ServerStats:
-    """What this server has done so far; before the job has begun there are no commits."""
+    """Statistics of this server; `commits` is None before the job is formed."""
     flow = commits.flow if commits else None
     return ServerStats(
         name=name,
@@ -58,7 +57,7 @@ Dial = Callable[[Member], Endpoint]
 
 
 class Hosting:
-    """The slices of a server, by what they are here."""
+    """The slices of a server, by their role here."""
 
     def __init__(
         self,
@@ -67,27 +66,26 @@ class Hosting:
         *,
         create_memory: Callable[[int], Memory],
         dial: Dial,
-        drain: Callable[[HostedSlice], None],
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self.home, self._dial, self._drain, self._log = pool, home, dial, drain, log
+        self._pool, self.home, self._dial, self._log = pool, home, dial, log
         self.create_memory = create_memory
         self.name = ""
         self.segments: dict[int, Segment] = {}
         self._parts: dict[int, tuple[Segment, Slice]] = {}
-        self.slices: dict[int, HostedSlice] = {}  # of which this server is the primary
-        self._arriving: dict[int, HostedSlice] = {}  # it is to be, from the next generation on
+        self.slices: dict[int, HostedSlice] = {}  # whose primary is this server
+        self._arriving: dict[int, HostedSlice] = {}  # whose primary is this server from the next generation on
         self.blocks = Blocks(create_memory, home, log)
         self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
         self._replica_sets: dict[int, ReplicaSet] = {}
-        self._primaries: dict[int, str] = {}  # by slice: the life of its primary
+        self._primaries: dict[int, str] = {}  # by slice: the incarnation of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
         self._partners_lock = threading.Lock()
-        self._out: set[Identity] = set()  # servers of which nothing is taken any more
+        self._out: set[Identity] = set()  # servers whose updates are refused
 
     def find(self, number: int) -> tuple[Segment, Slice]:
-        """A slice of the layout, wherever it is."""
+        """Finds a slice of the layout, hosted here or not."""
         found = self._parts.get(number)
         if found is None:
             raise ProtocolError(f"{self.name} knows of no slice {number}")
@@ -109,7 +107,7 @@ class Hosting:
     # -- hosting ------------------------------------------------------------------------------------------
 
     def make_room(self, message: Host) -> dict[int, HostedSlice]:
-        """New slices in a block of their own; what is there already is there."""
+        """Allocates a block for new slices. Existing ones are kept."""
         segment = message.segment
         known = self.segments.get(segment.index) == segment
         wanted = [
@@ -133,13 +131,14 @@ class Hosting:
         return made
 
     def host(self, segment: Segment, made: dict[int, HostedSlice]) -> bool:
-        """Between two commits. Whether the slices are in use from now on: those of a new segment are; others wait
-        for the generation in which this server is their primary."""
+        """Hosts slices, between two commits. Returns whether they are active now: slices of a new segment are; others
+        wait for the generation that makes this server their primary.
+        """
         known = self.segments.get(segment.index)
         if known == segment:
             self._arriving.update(made)
             return False
-        if known is not None:  # it was taken back: it could not be hosted everywhere
+        if known is not None:  # taken back before: not all servers could host it
             for part in known.slices:
                 self._parts.pop(part.id, None)
                 self.slices.pop(part.id, None)
@@ -149,7 +148,7 @@ class Hosting:
         return True
 
     def restore(self, copy: Copy, values: memoryview, standings: Iterable[Standing]) -> None:
-        """A worker's copy stands in for what was lost; said again, it changes nothing."""
+        """Restores a lost slice from a worker's copy. Idempotent."""
         slot = self.primary(copy.slice)
         with slot.lock:
             if slot.uploaded:
@@ -164,7 +163,7 @@ class Hosting:
     # -- replica sets --------------------------------------------------------------------------------------------
 
     def hear(self, members: Sequence[Member], replica_sets: Iterable[ReplicaSet]) -> None:
-        """Who there is, and where slices are, as the coordinator says."""
+        """Updates members and replica sets."""
         self._members = {member.name: member for member in members}
         for replica_set in replica_sets:
             if replica_set.slice not in self._replica_sets:  # those of a generation count when it is installed
@@ -181,7 +180,9 @@ class Hosting:
         return life_of(server, member.incarnation) if member is not None else ""
 
     def _check_sender(self, peer: Peer, number: int) -> None:
-        """Only a slice's primary may say what happens to it; also one that has not heard yet that it is ours now."""
+        """Refuses updates from servers other than the slice's primary. A former primary that does not know yet is
+        accepted.
+        """
         if (peer.name, peer.incarnation) in self._out:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
         if number in self._arriving:
@@ -197,7 +198,7 @@ class Hosting:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, has been replaced")
 
     def partner(self, member: Member) -> Partner:
-        """The way to another server: one, whichever thread asks first."""
+        """The connection to another server; created once."""
         key = (member.name, member.incarnation)
         with self._partners_lock:
             found = self._partners.get(key)
@@ -207,7 +208,6 @@ class Hosting:
                     member,
                     self._dial,
                     is_of_our_kind=mine is not None and mine.kind == member.kind,
-                    drain=lambda slot: self._pool.submit(functools.partial(self._drain, slot)),
                     submit=self._pool.submit,
                     log=self._log,
                 )
@@ -220,44 +220,44 @@ class Hosting:
         return [self._members[name] for name in names if name in self._members]
 
     def copies(self) -> list[HostedSlice]:
-        """All that are here, of whatever primaries."""
+        """All slices here, primaries and backups."""
         return [*self.slices.values(), *self.backups.slots()]
 
     def deputies_by(self, config: JobConfig) -> HostLeaders | None:
-        """In a ring: through whom sums go, by the replica sets as they are."""
+        """In a ring: the host leaders by the current replica sets."""
         return host_leaders_of(config, dict(self._replica_sets), list(self._members.values()))
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
-        """In a ring: the slices that are spread by the replica sets as they are."""
+        """In a ring: the spread slices by the current replica sets."""
         hosts = {member.name: member.host for member in self._members.values()}
         return spread.of(self._parts.values(), self._replica_sets, hosts)
 
     def partners_named(self, names: Collection[str]) -> list[Partner]:
-        """The ways to these servers, but for this one."""
+        """The connections to these servers, without this one."""
         others = [self._members[name] for name in sorted(names) if name in self._members and name != self.name]
         return [self.partner(member) for member in others]
 
     def supply(self, goes_on: Callable[[], bool]) -> None:
-        """In a ring, within a change: backups that have just been named get what they lack. Nothing is applied
-        meanwhile."""
+        """In a ring, during a reconfiguration: sends new backups the data they lack. Nothing is applied meanwhile."""
         for partner in list(self._partners.values()):
             supply(partner, list(self.slices.values()), goes_on)
 
     def fence_servers(self, there: Collection[Identity], generation: int) -> None:
-        """These are all that there were; what others have sent so far is taken in, and nothing more. Who has come
-        since is none of those."""
+        """Accepts only updates from the servers `there`. Updates of others that have arrived are processed first.
+        Servers that joined since are not affected.
+        """
         known = {(m.name, m.incarnation) for m in self.servers() if m.since <= generation}
         self._out |= known.difference(there) if there else set()
 
     def fence(self, workers: Collection[Identity]) -> None:
-        """On every copy here."""
+        """Fences workers on every copy here."""
         for slot in self.copies() if workers else ():
             with slot.lock:
                 for worker in workers:
                     slot.state.fence(worker)
 
     def release_backups(self, replica_sets: Iterable[ReplicaSet]) -> None:
-        """Seats are on disk: whose backup is gone there acknowledges alone from now on."""
+        """The replica sets are journaled: slices whose backup is gone no longer wait for its acknowledgements."""
         alone = []
         for replica_set in replica_sets:
             slot = self.slices.get(replica_set.slice)
@@ -267,20 +267,20 @@ class Hosting:
                 if replica.partner.name in replica_set.backups:
                     replica.is_named = True
                 elif replica.is_seeding:
-                    continue  # that is between this server and its copy, which no replica set counts on yet
-                else:  # whatever else was given a copy: no replica set counts on it
+                    continue  # a seeding in progress, which no replica set contains yet
+                else:  # any other copy: no replica set contains it
                     slot.stand_alone(replica.partner)
                     alone.append(slot)
         for slot in alone:
-            self._pool.submit(functools.partial(self._drain, slot))
+            self._pool.submit(slot.drain)
 
     def has_all(self) -> bool:
-        """Whether every slice is here that the replica sets say is."""
+        """Whether all slices that the replica sets place here are complete."""
         mine = [number for number, replica_set in dict(self._replica_sets).items() if self.name in replica_set.names]
         return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
 
     def leaving(self, replica_sets: Iterable[ReplicaSet]) -> list[int]:
-        """The slices of which this server is the primary, and will not be."""
+        """The slices whose primary will no longer be this server."""
         return [
             replica_set.slice
             for replica_set in replica_sets
@@ -288,7 +288,9 @@ class Hosting:
         ]
 
     def take_replica_sets(self, replica_sets: Sequence[ReplicaSet], members: Sequence[Member]) -> list[Partner]:
-        """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
+        """Installs the replica sets of a generation while no update of the affected slices is in flight. Returns the
+        connections that are no longer needed.
+        """
         self.hear(members, ())
         for replica_set in replica_sets:
             before = self._replica_sets.get(replica_set.slice)
@@ -307,9 +309,7 @@ class Hosting:
         if slot is None:
             slot = self._arriving.pop(replica_set.slice, None)
             if slot is not None:
-                self.backups.take_out(
-                    replica_set.slice
-                )  # it is hosted again: a copy that no replica set counted on is nothing
+                self.backups.take_out(replica_set.slice)  # hosted again: a copy outside the replica sets is worthless
             else:
                 slot = self.backups.promote(replica_set.slice)
             if slot is None:
@@ -330,7 +330,7 @@ class Hosting:
         slot = self.slices.pop(replica_set.slice, None)
         if slot is not None:
             slot.stand_alone()
-            self._drain(slot)
+            slot.drain()
             with slot.lock:
                 slot.rules.about_to_change(waits=False)  # its memory may be gone
         self._arriving.pop(replica_set.slice, None)
@@ -342,22 +342,22 @@ class Hosting:
             return
         backup = self.backups.backups.get(replica_set.slice)
         if backup is not None and not (backup.is_named or backup.primary != replica_set.primary):
-            return  # its primary is giving it to us just now
+            return  # its primary is seeding it right now
         self.backups.take_out(replica_set.slice)
         self.blocks.drop([replica_set.slice])
 
     def most_updates(self) -> int:
-        """Of the copy here that has had the most."""
+        """The highest update count of any copy here."""
         return max((_state_of(slot).version for slot in self.copies()), default=0)
 
     def highest_clocks(self) -> dict[Identity, int]:
-        """Of every worker, its latest commit that is on any copy here."""
+        """Every worker's latest commit on any copy here."""
         return highest_clocks(_state_of(slot).clocks for slot in self.copies())
 
     def reach(
         self, replica_sets: Iterable[ReplicaSet], fenced: Iterable[Identity], staged: Callable[[Identity], int]
     ) -> list[tuple[str, int, int, str]]:
-        """How far slices here can come with the steps of those who are out, before these replica sets count."""
+        """The clocks that slices here can reach with staged commits of removed workers."""
         own = self._life_of(self.name)
         states = {own: [_state_of(slot) for slot in self.slices.values() if slot.uploaded]}
         for replica_set in replica_sets:
@@ -370,9 +370,9 @@ class Hosting:
     def clocks(
         self, standings: Iterable[Standing], staying: Iterable[Identity], in_rounds: bool
     ) -> dict[Identity, int]:
-        """What every slice here has of every worker. Slices without any values yet begin where the others are.
+        """Every worker's clock that all slices here have. Slices without values begin at the level of the others.
 
-        `staying`: workers that took part when the slices that came from copies were lost.
+        `staying`: workers that took part when the slices restored from copies were lost.
         """
         given = {(s.name, s.incarnation): s.clock for s in standings}
         restored = [slot for slot in self.slices.values() if slot.copied is not None]
@@ -385,7 +385,7 @@ class Hosting:
         used = [s.state for s in slots if s.uploaded and (s.copied is None or s.state.clocks)]
         found = least_clocks(used) if used else given
         if in_rounds:
-            # Who has made steps and is unknown to all slices here came to them late; its last one may be open.
+            # Workers with steps that no slice here knows joined these slices late; their last commit may be open.
             heard = {worker for state in used for worker in state.clocks}
             found.update((worker, clock - 1) for worker, clock in given.items() if worker not in heard and clock > 1)
         for slot in self.slices.values():
@@ -404,6 +404,6 @@ class Hosting:
 
 
 def _state_of(slot: HostedSlice) -> SliceState:
-    """As it is now: a backup's goes on."""
+    """A consistent copy of the state, which changes on a backup."""
     with slot.lock:
         return SliceState(slot.state.version, dict(slot.state.clocks), dict(slot.state.fences))

@@ -10,7 +10,7 @@ from typing import Protocol
 from syncline.config import num_cores
 
 Task = Callable[[], None]
-#: An update of at most so many bytes and slices is applied by the thread that has it: a hand-over takes longer.
+#: Updates up to this size are applied in the calling thread: a hand-over would take longer.
 _SMALL_BYTES, _SMALL_SLICES = 1 << 18, 16
 
 
@@ -30,7 +30,7 @@ class Pool(Protocol):
 
 
 class InlinePool:
-    """Every task in the thread that submits it: nothing is handed over, nothing is waited for."""
+    """Runs every task in the thread that submits it."""
 
     def submit(self, task: Task) -> None:
         task()
@@ -40,7 +40,7 @@ class InlinePool:
 
 
 class ThreadPool:
-    """As many threads as this process may use cores. A task that raises all the same is reported as broken."""
+    """One thread per core of this process. Exceptions of tasks go to `broken`."""
 
     def __init__(self, broken: Callable[[Exception], None], num_threads: int | None = None) -> None:
         count = num_threads or num_cores()
@@ -54,7 +54,7 @@ class ThreadPool:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception as error:  # a bug of ours must end in a verdict, not in silence
+            except Exception as error:  # a bug must surface as an error, not as a hang
                 self._broken(error)
 
     def submit(self, task: Task) -> None:

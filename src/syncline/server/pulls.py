@@ -25,7 +25,7 @@ from syncline.server.tasks import StagedCommit
 
 
 class Pulls:
-    """Everything that reads parameters. Bytes are sent by threads of their own: a slow reader holds up nobody."""
+    """Everything that reads parameters. Separate threads send bytes, so that a slow reader blocks no one else."""
 
     def __init__(
         self,
@@ -36,23 +36,26 @@ class Pulls:
         *,
         moved: Callable[[int], SynclineError | None] = lambda number: None,
     ) -> None:
-        """`moved` says why a slice that exists is not here."""
+        """`moved` explains why an existing slice is not here."""
         self._slices, self._pool, self._senders = slices, pool, senders
         self._by_id: tuple[HostedSlice, ...] = ()
-        self._hosted = (0, 0)  # slices and bytes, when they were last added up
+        self._hosted = (0, 0)  # number and bytes of slices when last counted
         self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
         self._lock = threading.Lock()
         self._waiting: list[tuple[Request, Pull]] = []
-        self.state_lock: AbstractContextManager[object] = threading.RLock()  # no pin comes between two generations
-        self._check: Callable[[Request], None] = lambda request: None  # that the asker knows the newest replica sets
+        self.state_lock: AbstractContextManager[object] = threading.RLock()  # prevents pins between two generations
+        # raises Refresh if the caller's replica sets are outdated
+        self._check: Callable[[Request], None] = lambda request: None
         self._pinned: dict[Endpoint, list[int]] = {}
         self._moved = moved
-        self.backups: Backups | None = None  # in a ring: of others' slices, which its own worker reads
-        self._clocks: Callable[[], dict[str, int]] = dict  # what may be in what was read before this is asked
+        # in a ring: copies of other servers' slices, read by the worker of this process
+        self.backups: Backups | None = None
+        # upper bound of the clocks in anything read before this call
+        self._clocks: Callable[[], dict[str, int]] = dict
         self.bytes_copied = 0
         self.num_pins = 0
-        self.coder: SliceCoder | None = None  # with --pull-codec: of what answers a commit; pulls are exact
-        self._began_anew = False  # primaries have changed, and every pin has ended with that
+        self.coder: SliceCoder | None = None  # with --pull-codec: for replies to commits; pulls are exact
+        self._was_reset = False  # primaries have changed, which ended every pin
 
     def form(
         self,
@@ -61,7 +64,7 @@ class Pulls:
         check: Callable[[Request], None],
         clocks: Callable[[], dict[str, int]],
     ) -> None:
-        """The job is complete: pins come between two rounds, `check` says whether a worker knows the replica sets."""
+        """The job is formed. `check` raises Refresh for a request with outdated replica sets."""
         self.state_lock, self._check, self._clocks = state_lock, check, clocks
 
     def _slot(self, number: int) -> HostedSlice:
@@ -73,7 +76,7 @@ class Pulls:
         return slot
 
     def readable(self) -> list[HostedSlice]:
-        """All slices that may be read here."""
+        """All slices that can be read here."""
         return [*list(self._slices.values()), *(self.backups.slots() if self.backups is not None else ())]
 
     def numbers(self) -> list[int]:
@@ -86,15 +89,15 @@ class Pulls:
         return self._hosted[1]
 
     def _not_here(self, number: int) -> SynclineError:
-        """A worker that looked before primaries changed looks again; one that names nonsense hears so."""
+        """A Refresh if the slice has moved; a ProtocolError if it does not exist."""
         return self._moved(number) or ProtocolError(f"slice {number} is not hosted here")
 
     def hosts_others(self) -> None:
-        """There are other slices now."""
+        """The hosted slices have changed."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
     def committed(self, request: Request, clock: int, item: StagedCommit, roll: RoundMembership | None) -> None:
-        """Answers a commit of a worker that reads shared memory: with versions."""
+        """Replies to a commit of a worker that reads shared memory, with versions only."""
         versions = []
         worker = request.peer.name
         for slot in self._by_id:
@@ -105,7 +108,7 @@ class Pulls:
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None
     ) -> PartialAnswer:
-        """An answer to a commit that goes out slice by slice."""
+        """Creates a reply to a commit that goes out slice by slice."""
         for number in pull:
             self._slot(number)
         submit = functools.partial(self._send, request)
@@ -119,7 +122,7 @@ class Pulls:
             self.bytes_copied += num_bytes
 
     def _send(self, request: Request, send: Callable[[], None]) -> None:
-        """Sends bytes from another thread; whatever goes wrong there, the asker hears of it."""
+        """Sends bytes from another thread. Errors go to the caller."""
 
         def attempt() -> None:
             try:
@@ -133,7 +136,7 @@ class Pulls:
             request.refuse(ConnectionLost("the server is closing"))
 
     def verify(self, request: Request, message: Verify) -> None:
-        """Which of the slices that were just copied from shared memory have been written meanwhile."""
+        """Reports which slices were written while the worker copied them from shared memory."""
         stale, versions = [], []
         for number, version in zip(message.slices, message.versions, strict=True):
             slot = self._slot(number)
@@ -147,7 +150,7 @@ class Pulls:
     # -- pulls by themselves ------------------------------------------------------------------------------
 
     def pull(self, request: Request, message: Pull) -> None:
-        """Parameters now, or once they are new enough."""
+        """Replies with parameters, now or once they are new enough."""
         if message.rows is not None:
             raise ProtocolError(f"{request.peer} pulls rows; that is not supported yet")
         for number in message.slices:
@@ -163,14 +166,14 @@ class Pulls:
         return least is None or all(self._slot(n).state.version >= least for n in message.slices)
 
     def _may_go(self, message: Pull) -> bool:
-        """Also one whose slices have moved since it came: it is refused when it is answered."""
+        """Whether the pull can be answered. True also if its slices have moved: the answer is then a refusal."""
         try:
             return self._is_new_enough(message)
         except SynclineError:
             return True
 
     def advanced(self) -> None:
-        """A round is in: pulls that waited for it may go."""
+        """A round is applied: answers the pulls that waited for it."""
         if not self._waiting:
             return
         with self._lock:
@@ -182,19 +185,19 @@ class Pulls:
             except SynclineError as error:
                 request.refuse(error)
 
-    def begin_anew(self) -> list[Request]:
-        """Under `state_lock`: primaries have changed, and pins end. What waits here may have to wait elsewhere."""
+    def reset(self) -> list[Request]:
+        """Under `state_lock`: primaries have changed. Ends all pins and returns the waiting pulls."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         self._pinned.clear()
-        self._began_anew = True
+        self._was_reset = True
         for slot in self._slices.values():
             with slot.lock:
                 slot.state.pins = 0
         return [request for request, _ in waiting]
 
     def refuse(self, waiting: Iterable[Request], error: Refresh) -> None:
-        """After that: whoever waited looks again, and what was pinned goes on."""
+        """Refuses the waiting pulls and lets pinned slices go on. Call it after `reset`."""
         for request in waiting:
             request.refuse(error)
         self._drain_all(list(self._slices))
@@ -215,7 +218,7 @@ class Pulls:
             self.outgoing.pulled(request.endpoint, num_bytes)
 
     def _copy_and_reply(self, request: Request, message: Pull) -> None:
-        """Copies of the slices, each whole, with the versions that they have."""
+        """Sends a consistent copy of each slice, with its version."""
         buffers, versions = list[Buffer](), list[int]()
         for number in message.slices:
             slot = self._slot(number)
@@ -229,7 +232,7 @@ class Pulls:
     # -- read pins ----------------------------------------------------------------------------------------
 
     def pin(self, request: Request, message: Pin) -> None:
-        """No update until unpinned: for a reader whose optimistic copies were overtaken twice."""
+        """Blocks updates until unpinned, for a reader whose optimistic copies were overwritten twice."""
         versions = []
         with self.state_lock:
             self._check(request)
@@ -241,7 +244,7 @@ class Pulls:
                 slot.state.seen[request.peer.name] = versions[-1]
                 self._pinned.setdefault(request.endpoint, []).append(number)
                 self.num_pins += 1
-        if not request.endpoint.is_open:  # whatever it had pinned was let go before this
+        if not request.endpoint.is_open:  # its earlier pins were released with the connection
             self.forget(request.endpoint)
             return
         request.reply(Pulled(versions, self._clocks()))
@@ -251,7 +254,7 @@ class Pulls:
             held = self._pinned.get(request.endpoint, [])
             for number in message.slices:
                 if number not in held:
-                    if self._began_anew:
+                    if self._was_reset:
                         raise Refresh(f"slice {number} is not pinned any more: primaries have changed")
                     raise ProtocolError(f"{request.peer} lets go of slice {number}, which it has not pinned")
                 held.remove(number)
@@ -260,7 +263,7 @@ class Pulls:
         request.reply(Done())
 
     def forget(self, endpoint: Endpoint) -> None:
-        """A connection ended: its pins end with it, and nothing waits for it."""
+        """A connection ended: releases its pins and drops its waiting pulls."""
         with self.state_lock:
             numbers = self._pinned.pop(endpoint, [])
             for number in numbers:
@@ -279,9 +282,4 @@ class Pulls:
         for number in numbers:
             slot = self._slices.get(number)
             if slot is not None:  # else its primary is elsewhere by now
-                self._pool.submit(functools.partial(_drain, slot))
-
-
-def _drain(slot: HostedSlice) -> None:
-    for work in slot.drain():
-        work.slice_done()
+                self._pool.submit(slot.drain)

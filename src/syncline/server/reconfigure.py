@@ -20,15 +20,15 @@ from syncline.server.pulls import Pulls
 from syncline.server.ring import Voting
 from syncline.server.tasks import RoundTask, SliceTask, in_thread
 
-#: A hold without an Install ends by itself: a coordinator that died there stops nobody.
+#: A hold without an Install ends after this time, so that a dead coordinator does not block the job.
 HOLD_SECONDS = 0.15
-#: For what is being supplied when the next change comes.
+#: How long a new reconfiguration waits for the supply of the previous one.
 _SUPPLY_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 
 
 class _Hold:
-    """A generation on its way: from its Prepare to its Install, or to the end of patience."""
+    """A prepared generation, until its Install or until the hold expires."""
 
     def __init__(self, message: Prepare) -> None:
         self.message = message
@@ -37,7 +37,7 @@ class _Hold:
 
 
 class ServerReconfiguration:
-    """The server's part in changes. Each question is worked on by a thread of its own."""
+    """The server's side of a reconfiguration. Each request is handled in its own thread."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ServerReconfiguration:
         cut_off: Callable[[str, int], None] = lambda name, incarnation: None,
         voting: Voting | None = None,
     ) -> None:
-        """`cut_off` closes the connections of a worker that is out: what it has pinned ends with them."""
+        """`cut_off` closes the connections of a removed worker, which releases its pins."""
         self._voting = voting  # in a ring
         self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
         self._flow, self._departures, self._state_lock = commits.flow, commits.departures, commits.state_lock
@@ -62,9 +62,9 @@ class ServerReconfiguration:
         self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
         self._supplying = threading.Lock()
         self._hold: _Hold | None = None
-        self._is_half_way = False  # a move was begun: what goes elsewhere takes nothing more in
+        self._is_half_way = False  # a move has begun: leaving slices take no more updates
         self._cut_off, self._is_closed = cut_off, False
-        self._through = Latch()  # of the last Install: its fences are on every slice
+        self._through = Latch()  # of the last Install: set when its fences are on every slice
         self._through.open()
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class ServerReconfiguration:
             self._voting.close()
         hold = self._hold
         if hold is not None:
-            hold.ended.set()  # nobody waits for its end
+            hold.ended.set()  # no caller waits for it
 
     def hear(self, roster: Roster) -> None:
-        """Servers may come without a change, and go when nothing is left on them."""
+        """Updates the roster. Servers may join without a reconfiguration, and leave when they host nothing."""
         servers = {member.name for member in roster.members if member.role == "server"}
         number = len(servers.union(replica_set.primary for replica_set in roster.replica_sets if replica_set.primary))
         with self._state_lock:
@@ -96,12 +96,12 @@ class ServerReconfiguration:
             self._commits.holding.hold()
             told = [self._departures.fence(*worker) for worker in message.fenced]
             if self._voting is not None and message.moves:
-                self._voting.freeze()  # before backups are released: those who leave have their say still
+                self._voting.freeze()  # before backups are released: leaving servers still vote
         if before is not None:
             before.ended.set()
         if self._voting is not None and not message.moves and not self._is_half_way:
-            self._voting.thaw()  # what was prepared before this is not to be
-        # By the change before this one: it sees that there is another, and ends; unless whom it supplies hangs.
+            self._voting.thaw()  # the generation prepared before this was superseded
+        # Wait for the supply of the previous generation. It ends when it sees this one, unless its receiver hangs.
         if self._supplying.acquire(timeout=_SUPPLY_SECONDS):
             self._supplying.release()
         for asked in told:
@@ -124,7 +124,7 @@ class ServerReconfiguration:
         self._end_by_itself(hold)
 
     def let_go(self, message: LetGo) -> None:
-        """The coordinator has thought better of it."""
+        """The coordinator has cancelled the generation."""
         hold = self._hold
         if hold is not None and hold.message.generation == message.generation:
             hold.ended.set()
@@ -142,22 +142,21 @@ class ServerReconfiguration:
             raise ProtocolError(f"generation {hold.message.generation} is not prepared any more: another one is")
 
     def _wait_idle(self, hold: _Hold) -> None:
-        """Until everything that was begun is through, here and on its way in from primaries."""
+        """Waits until all updates in flight are applied, here and from other primaries."""
         with self._state_lock:
             while self._hold is hold and not self._flow.is_idle and not self._is_closed:
                 self._flow.idle.wait(0.5)
         self._hosting.backups.wait_idle(lambda: self._hold is hold and not self._is_closed)
 
     def _wait_applied(self, hold: _Hold) -> None:
-        """In a ring nobody waits for others here: what all hold is settled with the Install. What is being applied is
-        waited for."""
+        """In a ring: waits only for updates that are being applied. Install settles what all servers hold."""
         with self._state_lock:
             while self._hold is hold and self._flow.is_applying and not self._is_closed:
                 self._flow.idle.wait(0.5)
 
     def _prepared(self, message: Prepare) -> Prepared:
         rounds = self._commits.rounds
-        # One that has come late and hosts nothing has never been told how things stand.
+        # A server that joined late and hosts nothing does not know the clocks.
         knows = not self._is_late or bool(self._hosting.slices)
         standings = [msgspec.structs.replace(s) for s in rounds.standings.values()] if knows else []
         num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
@@ -168,14 +167,14 @@ class ServerReconfiguration:
         self._commits.learn_held()
         rolls = rounds.rolls.entries()
         is_voter = self._voting is not None and self._name in self._voting.votes.voters
-        # One that was not given everything yet has voted for nothing: the others' word counts.
+        # A server that is not fully supplied has not voted: the other servers' reports count.
         holds = self._holds(clocks) if is_voter and message.moves and self._hosting.has_all() else None
-        is_primary = bool(self._hosting.slices) or is_voter  # it hears of all commits, and opens rounds
+        is_primary = bool(self._hosting.slices) or is_voter  # it receives all commits and opens rounds
         updates = self._hosting.most_updates()
         return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds, updates, rounds.num_open)
 
     def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """In a ring: up to which clock everything of every worker is here."""
+        """In a ring: the clock of each worker up to which everything is here."""
         assert self._voting is not None
         found = {(name, incarnation): clock for name, incarnation, clock in applied}
         for name, incarnation, clock in self._voting.reach():
@@ -200,7 +199,7 @@ class ServerReconfiguration:
     def _install(self, request: Request, message: Install) -> None:
         with self._state_lock:
             if message.generation == self.installed:
-                through = self._through  # said again
+                through = self._through  # repeated
                 hold = None
             else:
                 hold = self._hold
@@ -219,27 +218,30 @@ class ServerReconfiguration:
                         self._supply(message.generation)
                         self._voting.supplied()
                 except BaseException:
-                    refuse()  # nobody else would: what is open here is dropped already
+                    refuse()  # the open commits are dropped already and must be refused
                     raise
                 through.open()
             else:
                 self._change(hold, message, through)
-        while not through.wait(_LOOK_SECONDS):  # a fence may wait for a backup that is gone, until the next Prepare
+        while not through.wait(_LOOK_SECONDS):  # a fence may wait for a dead backup until the next Prepare
             if self._is_closed:
                 raise ProtocolError(f"{self._name} is closing")
         faults.reach("install.done")
         request.reply(Done())
-        if refuse is not None:  # last: inside one process whoever hears of it makes its commits again in this thread
+        if refuse is not None:  # last: in an embedded job the refused worker replays its commits in this thread
             refuse()
 
     def _supply(self, generation: int) -> None:
-        """In a ring: the others get what they lack. The next change waits for the end of it: a seed that came after
-        that one would put a copy back."""
+        """In a ring: supplies the other servers. The next reconfiguration waits for it, because a late seed would set
+        a copy back.
+        """
         with self._supplying:
             self._hosting.supply(lambda: self._hold is None and self.installed == generation and not self._is_closed)
 
     def _change(self, hold: _Hold, message: Install, through: Latch) -> None:
-        """Primaries stay: the fenced ones are settled and out, others enter, and all goes on."""
+        """Installs a generation with the same primaries: settles and removes fenced workers, lets others enter, and
+        continues.
+        """
         fenced = hold.message.fenced
         works: list[SliceTask] = []
         with self._state_lock:
@@ -269,8 +271,9 @@ class ServerReconfiguration:
         self._commits.holding.decide()
 
     def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
-        """Primaries change: whatever is open is to be made again, where the clocks of slices decide what is new. Who
-        waits for an answer is told so by what this returns."""
+        """Installs a generation with new primaries: open commits are dropped and must be replayed; the slices' clocks
+        tell which are new. Returns an action that refuses the waiting workers.
+        """
         fenced, replica_sets = hold.message.fenced, hold.message.replica_sets
         works: list[RoundTask] = []
         run: Callable[[], None]
@@ -278,9 +281,9 @@ class ServerReconfiguration:
             self._check_current(hold)
             for roll in message.rolls:
                 self._commits.learn(roll)
-            # A step that any server has counts everywhere, as far as its bytes are here. Slices that go elsewhere
-            # take nothing more in: their new primaries may have begun, and see by the clocks what they lack.
-            self._commits.rounds.decides = False  # others may have dropped what is staged for a round that is open
+            # A step that any server has counts everywhere if its bytes are here. Leaving slices take no more updates:
+            # their new primaries may be active and see by the clocks what they lack.
+            self._commits.rounds.decides = False  # other servers may have dropped the bytes of open rounds
             if self._voting is None:
                 self._flow.hosts_others(self._hosting.leaving(replica_sets))
                 for entry in message.settle:
@@ -290,7 +293,7 @@ class ServerReconfiguration:
                 clocks = {(name, incarnation): clock for name, incarnation, clock in message.settle}
                 works, run = self._voting.settle(clocks)
             settled = self._flow.take_requests_in(works)
-            self._is_half_way = True  # from here on only an Install lets go
+            self._is_half_way = True  # from here on only an Install ends the hold
         run()
         self._wait_settled(hold)
         refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made again")
@@ -300,22 +303,21 @@ class ServerReconfiguration:
             self._check_current(hold)
             if self._voting is not None:
                 self._flow.drop(self._voting.drop())
-            # First: whoever asks for a slice that has just gone, without `state_lock`, must hear that it has moved.
+            # First: requests without `state_lock` for a slice that has left must get a Refresh.
             self._commits.moved = message.generation
             ways = self._hosting.take_replica_sets(replica_sets, message.members)
             staying = [(name, incarnation) for name, incarnation, _ in message.settle]
             in_rounds = self._commits.rounds.policy.in_rounds
             clocks = self._hosting.clocks(message.standings, staying, in_rounds)
-            if self._voting is not None:  # also where what is in the slices is still on its way here
+            if self._voting is not None:  # also if the slices' data is still on its way here
                 clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
-            asked, held = self._commits.begin_anew(message.generation, message.standings, clocks)
+            asked, held = self._commits.reset(message.generation, message.standings, clocks)
             for worker in fenced:
                 self._departures.let_go(worker)
             self._begin(message, through)
-            # Not by way of primaries: those of the new replica sets may be here before their backups know them as
-            # such.
+            # Directly, not through primaries: new primaries may be active before their backups know them.
             self._hosting.fence(fenced)
-            waiting = self._pulls.begin_anew()
+            waiting = self._pulls.reset()
             self._is_late = False
         for way in ways:
             way.close()
@@ -324,7 +326,7 @@ class ServerReconfiguration:
             self._flow.refuse([*settled, *asked], refresh)
             for request in held:
                 if isinstance(request.message, Leave):
-                    self._commits.leave(request)  # whoever leaves has nothing to make again
+                    self._commits.leave(request)  # a leaving worker has nothing to replay
                 else:
                     request.refuse(refresh)
             self._pulls.refuse(waiting, refresh)
@@ -338,7 +340,7 @@ class ServerReconfiguration:
             self._wait_applied(hold)
 
     def _begin(self, message: Install, through: Latch) -> None:
-        """Under `state_lock`: this generation counts."""
+        """Under `state_lock`: activates the generation."""
         if self._voting is not None and self._hold is not None and self._hold.message.moves:
             names = {name for replica_set in self._hold.message.replica_sets for name in replica_set.names}
             self._voting.begin(message.generation, names)

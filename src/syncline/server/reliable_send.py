@@ -1,4 +1,8 @@
-"""A word from one server to another, said again until it is acknowledged; and a thread that says large ones."""
+"""Messages to another server that are repeated until it acknowledges them.
+
+All that one server must make another one know goes this way: updates to backups, votes, sums, keys of process groups.
+A receiver may see a message twice, and messages that were repeated in another order.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,34 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from syncline.core.members import Member
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, SynclineError
-from syncline.net.rpc import Call
+from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer
-from syncline.server.replicate import Partner
+
+#: Until a server whose connection broke is dialed again; the pause grows up to the second.
+_AGAIN_SECONDS, _MOST_AGAIN_SECONDS = 0.05, 1.0
+
+
+class OutgoingMessage(NamedTuple):
+    """A message with the buffers that follow it."""
+
+    message: Message
+    buffers: Sequence[Buffer] = ()
+
+    def send(self, endpoint: Endpoint) -> Call:
+        return endpoint.call(self.message, buffers=self.buffers, payload_bytes=sum(map(len, self.buffers)))
 
 
 class ReliableSend:
-    """A message on its way to one other server; its answer says nothing."""
+    """A message on its way to one other server.
+
+    A refusal counts as an acknowledgement: one of the two servers is out, and the coordinator will tell it.
+    Subclasses may treat answers and refusals in another way.
+    """
 
     def __init__(
         self,
@@ -24,55 +46,151 @@ class ReliableSend:
         buffers: Sequence[Buffer] = (),
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """`then`: what to do when it is acknowledged."""
-        self.partner, self._message, self._buffers, self._then = partner, message, buffers, then
+        """`then`: is called when it is acknowledged."""
+        self.partner, self._outgoing, self._then = partner, OutgoingMessage(message, buffers), then
         self.is_acknowledged = False
 
     def take_back(self) -> None:
-        """It need not be said any more."""
-        self.is_acknowledged, self._buffers = True, ()
+        """Stops the repetition, and lets go of the buffers."""
+        self.is_acknowledged, self._outgoing = True, OutgoingMessage(self._outgoing.message)
 
     def send(self) -> None:
-        endpoint, buffers = self.partner.current(), self._buffers
+        outgoing = self._outgoing  # before the flag is read: `take_back` sets that first
         if self.is_acknowledged:
             return
+        endpoint = self.partner.current()
         if endpoint is None:
             self.partner.repeat_later(self)
             return
         try:
-            call = endpoint.call(self._message, buffers=buffers, payload_bytes=sum(map(len, buffers)))
+            call = self.transmit(endpoint, outgoing)
         except ConnectionLost:
             self.partner.repeat_later(self)
             return
-        call.when_done(functools.partial(self._answered, call))
+        call.when_done(functools.partial(self._done, call))
 
-    def _answered(self, call: Call) -> None:
+    def _done(self, call: Call) -> None:
+        """In the thread that brings the answer."""
         try:
-            call.wait(0)
+            self.answered(call.wait(0))
         except ConnectionLost:
             self.partner.repeat_later(self)
             return
-        except SynclineError:
-            pass  # one of us is out: the coordinator's word will come
+        except SynclineError as error:
+            if not self.refused(error):
+                return
         self.is_acknowledged = True
+        self.acknowledged()
+
+    # -- what a subclass may change -----------------------------------------------------------------------
+
+    def transmit(self, endpoint: Endpoint, outgoing: OutgoingMessage) -> Call:
+        """Sends it once."""
+        return outgoing.send(endpoint)
+
+    def answered(self, answer: Message) -> None:
+        """Reads the answer, before the message counts as acknowledged."""
+
+    def refused(self, error: SynclineError) -> bool:
+        """Whether this refusal is an acknowledgement. If not, this method has arranged what follows."""
+        return True
+
+    def acknowledged(self) -> None:
+        """Called once it is."""
         self._then()
 
 
-class Outbox:
-    """What goes to one other server, in a thread of its own: whoever makes it does not wait for the wire, and one who
-    does not read holds up nothing else."""
+class Partner:
+    """The connection to another server, dialed again when it breaks; what was not acknowledged is sent again then."""
 
-    def __init__(self, name: str) -> None:
-        self._sayings: queue.SimpleQueue[ReliableSend | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"sums to {name}", daemon=True).start()
+    def __init__(
+        self,
+        member: Member,
+        dial: Callable[[Member], Endpoint],
+        *,
+        is_of_our_kind: bool,
+        submit: Callable[[Callable[[], None]], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self.member, self.is_of_our_kind = member, is_of_our_kind
+        self.submit, self.log = submit, log
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._dialing = threading.Lock()
+        self._endpoint: Endpoint | None = None
+        self._waiting: list[ReliableSend] = []
+        self._repeating = False
+        self._closed = threading.Event()
+        self.num_lent = 0
 
-    def put(self, saying: ReliableSend) -> None:
-        self._sayings.put(saying)
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    def current(self) -> Endpoint | None:
+        endpoint = self._endpoint
+        return endpoint if endpoint is not None and endpoint.is_open else None
+
+    def connect(self) -> Endpoint:
+        """The connection that there is, or a new one."""
+        with self._dialing:
+            endpoint = self.current()
+            if endpoint is None:
+                if self._closed.is_set():
+                    raise ConnectionLost(f"{self.name} is out")
+                endpoint = self._endpoint = self._dial(self.member)
+            return endpoint
+
+    def repeat_later(self, item: ReliableSend) -> None:
+        """Sends this again, over a new connection where the old one broke."""
+        with self._lock:
+            self._waiting.append(item)
+            if self._repeating or self._closed.is_set():
+                return
+            self._repeating = True
+        threading.Thread(target=self._repeat, name=f"redial {self.name}", daemon=True).start()
+
+    def _repeat(self) -> None:
+        pause = _AGAIN_SECONDS
+        while not self._closed.wait(pause):
+            with self._lock:
+                self._waiting = [item for item in self._waiting if not item.is_acknowledged]
+                if not self._waiting:
+                    self._repeating = False
+                    return
+            try:
+                self.connect()
+            except (SynclineError, OSError):
+                pause = min(2 * pause, _MOST_AGAIN_SECONDS)
+                continue
+            pause = _AGAIN_SECONDS
+            with self._lock:
+                waiting, self._waiting = self._waiting, []
+            for item in waiting:
+                item.send()
 
     def close(self) -> None:
-        """What is left is not said; nobody waits for what is being said."""
-        self._sayings.put(None)
+        self._closed.set()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+
+
+class Outbox:
+    """A thread that sends large messages to one other server. Their makers do not wait for the wire, and a server
+    that does not read holds up no other one."""
+
+    def __init__(self, name: str) -> None:
+        self._sends: queue.SimpleQueue[ReliableSend | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"sums to {name}", daemon=True).start()
+
+    def put(self, send: ReliableSend) -> None:
+        self._sends.put(send)
+
+    def close(self) -> None:
+        """Returns at once; the thread ends after what is in the queue."""
+        self._sends.put(None)
 
     def _run(self) -> None:
-        while (saying := self._sayings.get()) is not None:
-            saying.send()
+        while (send := self._sends.get()) is not None:
+            send.send()

@@ -20,12 +20,12 @@ from syncline.net.transport import Buffer, buffer_of
 from syncline.server.slices import HostedSlice, Snapshot
 from syncline.server.tasks import StagedCommit
 
-#: A connection may have this many times what is hosted outstanding, and so many bytes more: an honest worker asks for
-#: everything once with each commit of its window, and once or twice beside.
+#: Limit per connection: a multiple of the hosted bytes plus a constant. A correct worker asks for all slices once
+#: with each commit of its window, and once or twice besides.
 EACH_TIMES, EACH_BYTES = 4, 64 << 20
-#: In all, everything hosted and so many bytes more; beyond it pulls wait.
+#: Limit in total: all hosted bytes plus this. Beyond it, pulls wait.
 ALL_BYTES = 1 << 30
-#: Pulls of one connection that are copied or sent at a time: one is sent while the next is copied.
+#: Concurrent pulls per connection: one is sent while the next is copied.
 MOST_PULLS = 2
 
 
@@ -38,7 +38,7 @@ class _Pull(NamedTuple):
 
 
 class _Account:
-    """What one connection has outstanding, and which of its pulls wait."""
+    """Outstanding bytes and waiting pulls of one connection."""
 
     __slots__ = ("is_cut_off", "num_bytes", "num_pulls", "waiting")
 
@@ -49,36 +49,36 @@ class _Account:
 
 
 class Outgoing:
-    """Answers with bytes, from the moment they are owed until they are sent.
+    """Accounts for replies with bytes until they are sent.
 
-    Whoever has far too much outstanding asks and does not read: it is cut off. When there is too much in all, pulls
-    wait before they are copied, in the order in which they came; a connection that reads slowly has a few of its own
-    in hand and holds up nobody with the others. The slices of commits never wait: the round is there already.
+    A connection far over its limit sends requests without reading the replies: it is closed. Above the total limit,
+    pulls wait in arrival order before they are copied. A slow connection has only a few pulls in progress and does
+    not block others. Replies to commits never wait, because their round is already applied.
     """
 
     def __init__(self, hosted_bytes: Callable[[], int], most_bytes: int | None = None) -> None:
         self._hosted_bytes, self._most_bytes = hosted_bytes, most_bytes
-        self.window = 0  #: commits that a worker may leave unanswered, beside the one that it waits for
-        self.num_bytes = 0  #: copied or being sent, in all
+        self.window = 0  #: commits that a worker may leave unanswered, besides the one it waits for
+        self.num_bytes = 0  #: copied or being sent, in total
         self.num_waiting = 0  #: pulls that wait for their turn
         self.num_cut_off = 0
-        self._pull_bytes = 0  # those of pulls among `num_bytes`
+        self._pull_bytes = 0  # the share of pulls in `num_bytes`
         self._numbers = itertools.count()
         self._accounts: dict[Endpoint, _Account] = {}
         self._lock = threading.Lock()
 
     def outstanding(self, endpoint: Endpoint) -> int:
-        """Bytes that this connection has asked for and that are not sent, those of waiting pulls among them."""
+        """Bytes requested by this connection and not sent, including waiting pulls."""
         account = self._accounts.get(endpoint)
         return account.num_bytes if account else 0
 
     # -- pulls --------------------------------------------------------------------------------------------
 
     def pull(self, endpoint: Endpoint, num_bytes: int, go: Callable[[], None]) -> None:
-        """Has `go` copy and send so much, now or when it is its turn; `pulled` must follow."""
+        """Calls `go` to copy and send, now or in turn. `pulled` must follow."""
         with self._lock:
             account = self._owe(endpoint, num_bytes)
-            if account.is_cut_off:  # nobody will read it
+            if account.is_cut_off:  # the connection is being closed
                 self._settle(endpoint, num_bytes)
                 return
             account.waiting.append(_Pull(next(self._numbers), num_bytes, go))
@@ -87,7 +87,7 @@ class Outgoing:
         _start(ready)
 
     def pulled(self, endpoint: Endpoint, num_bytes: int) -> None:
-        """It is sent, or will not be."""
+        """The pull is sent, or failed."""
         with self._lock:
             self._accounts[endpoint].num_pulls -= 1
             self._pull_bytes -= num_bytes
@@ -97,14 +97,14 @@ class Outgoing:
         _start(ready)
 
     def _take(self) -> list[_Pull]:
-        """Under the lock: those whose turn it is."""
+        """Under the lock: the pulls whose turn it is."""
         ready: list[_Pull] = []
         while self.num_waiting:
-            # A connection that is behind is left out; others need not wait for it.
+            # Skip connections that are behind; others need not wait for them.
             free = [a for a in self._accounts.values() if a.waiting and a.num_pulls < MOST_PULLS]
             account = min(free, key=lambda a: a.waiting[0].number, default=None)
             if account is None or not self._fits(account.waiting[0].num_bytes):
-                break  # what came later must not take its room
+                break  # later pulls must not take its room
             pull = account.waiting.popleft()
             self.num_waiting -= 1
             account.num_pulls += 1
@@ -119,11 +119,11 @@ class Outgoing:
             fits = wanted <= self._most_bytes
         else:
             fits = wanted <= ALL_BYTES or wanted <= ALL_BYTES + self._hosted_bytes()
-        # One that is larger than the bound, or beside commits that never pause, would wait for ever.
+        # Otherwise a pull larger than the limit, or one among constant commits, would wait for ever.
         return fits or not self._pull_bytes
 
     def forget(self, endpoint: Endpoint) -> None:
-        """The connection ended: what waits for its turn is dropped. What is being sent fails, and is told as ever."""
+        """The connection ended: drops its waiting pulls. Sends in progress fail on their own."""
         with self._lock:
             account = self._accounts.get(endpoint)
             if account is not None:
@@ -137,7 +137,7 @@ class Outgoing:
     # -- commits ------------------------------------------------------------------------------------------
 
     def hold(self, endpoint: Endpoint, num_bytes: int) -> None:
-        """Slices of a commit's answer are ready to be sent; less than 0: they are sent, or will not be."""
+        """Counts slices of a reply as outstanding; a negative number settles them."""
         with self._lock:
             self.num_bytes += num_bytes
             if num_bytes > 0:
@@ -150,7 +150,7 @@ class Outgoing:
     # -- the bound of each --------------------------------------------------------------------------------
 
     def _owe(self, endpoint: Endpoint, num_bytes: int) -> _Account:
-        """Under the lock: so much more for this connection."""
+        """Under the lock: adds outstanding bytes."""
         account = self._accounts.get(endpoint)
         if account is None:
             account = self._accounts[endpoint] = _Account()
@@ -163,7 +163,7 @@ class Outgoing:
         return account
 
     def _settle(self, endpoint: Endpoint, num_bytes: int) -> None:
-        """Under the lock: so much less."""
+        """Under the lock: settles outstanding bytes."""
         account = self._accounts.get(endpoint)
         if account is not None:
             account.num_bytes -= num_bytes
@@ -176,7 +176,7 @@ class Outgoing:
             f"{endpoint.peer} has {num_bytes >> 20} MiB of answers outstanding, at most {most >> 20} MiB are "
             "allowed: it asks and does not read"
         )
-        # The caller may hold a slice's lock, which the end of a connection takes too.
+        # In a thread: the caller may hold a slice's lock, which closing a connection needs too.
         name = f"cut off {endpoint.peer}"
         threading.Thread(target=endpoint.close, args=(reason,), name=name, daemon=True).start()
 
@@ -188,26 +188,26 @@ def _start(pulls: list[_Pull]) -> None:
 
 MakeBuffer = Callable[[Slice], Buffer]
 Submit = Callable[[Callable[[], None]], None]
-#: About as much goes out in one frame; less is sent by the thread that has it, and not handed over.
+#: Target size of a frame; smaller replies are sent by the calling thread.
 FRAME_BYTES, SMALL_BYTES = 16 << 20, 1 << 16
 
 
 class _Part(NamedTuple):
-    """A slice that is ready to go out."""
+    """A slice that is ready to be sent."""
 
     slice: int
     num_bytes: int
     version: int
-    buffers: list[Buffer] | None  # None: shared memory, it is only named
-    snapshot: Snapshot | None  # that the buffer belongs to, if others send it too
-    sizes: list[int]  # where it is encoded
+    buffers: list[Buffer] | None  # None: shared memory, the slice is only named
+    snapshot: Snapshot | None  # the snapshot that owns the buffer, if several replies share it
+    sizes: list[int]  # of the encoded pieces
 
 
 class PartialAnswer:
-    """One worker's answer on its way. Parts leave one after the other; the end leaves when all have left.
+    """One worker's reply in progress. Parts are sent one after the other, then the end.
 
-    `pull`: slices whose bytes are sent; without, the slices are only named (shared memory). `make` gives the buffer
-    that a slice is copied into before it is sent; None: it goes out from where it lies, nobody may write it yet.
+    `pull`: slices whose bytes are sent; without it slices are only named (shared memory). `make` returns the buffer
+    that a slice is copied into. None sends the slice without a copy, because no round may write it yet.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class PartialAnswer:
         self._ready: list[_Part] = []
         self._waiting_bytes = 0
         self._end: Callable[[], None] | None = None
-        self._refused = False  # nothing leaves after that
+        self._refused = False  # nothing is sent after a refusal
         self._error: Exception | None = None  # a slice could not be encoded
         self._sending = False
         self._lock = threading.Lock()
-        self._word: tuple[StagedCommit, RoundMembership | None] | None = None  # what the end says
+        self._word: tuple[StagedCommit, RoundMembership | None] | None = None  # the content of the end
 
     def hear(self, item: StagedCommit, roll: RoundMembership | None) -> None:
         self._word = (item, roll)
@@ -247,16 +247,16 @@ class PartialAnswer:
         self._copied(num_bytes)
 
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
-        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
+        """The slice includes this commit. `locked`: the caller holds the slice's lock."""
         number = slot.part.id
         if number in self._given or (self._wanted is not None and number not in self._wanted):
             if snapshot is not None:
                 snapshot.sent()
             return
-        self._given.add(number)  # by one thread: the one that applies, or after all is applied
+        self._given.add(number)  # written by one thread: the one that applies, or the one that finishes
         try:
             part = self._part_of(slot, snapshot, locked)
-        except Exception as error:  # a codec of the user's own: whoever applies goes on, the asker hears of it
+        except Exception as error:  # a user's codec failed: applying goes on, the caller gets the error
             self._error = self._error or error
             return
         if part.buffers is not None:
@@ -266,7 +266,7 @@ class PartialAnswer:
             if not refused:
                 self._ready.append(part)
                 self._waiting_bytes += part.num_bytes
-                if self._sending or self._waiting_bytes <= SMALL_BYTES:  # the end is near, or goes in another frame
+                if self._sending or self._waiting_bytes <= SMALL_BYTES:  # wait for the end, or for the next frame
                     return
                 self._sending = True
         if refused:
@@ -275,7 +275,7 @@ class PartialAnswer:
             self._submit(self._send)
 
     def _part_of(self, slot: HostedSlice, snapshot: Snapshot | None, locked: bool) -> _Part:
-        """The slice as it goes out: a copy is made here and now, whoever sends it later needs no lock."""
+        """Prepares a slice for sending. It copies now if needed, so that sending takes no lock."""
         version, buffer = slot.state.version, None
         if self._coder is not None and self._coder.encodes(slot.segment, slot.part):
             version, encoded = slot.encoded(self._coder, locked=locked)
@@ -295,7 +295,7 @@ class PartialAnswer:
         return _Part(slot.part.id, slot.part.num_bytes, version, buffers, snapshot, [])
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
-        """Everything is applied; or something else, a refusal, is the end of this answer."""
+        """Ends the reply: the round is applied, or `end` is a refusal."""
         if end is None and (error := self._error) is not None:
             end = functools.partial(self._request.refuse, error)
         with self._lock:
@@ -335,7 +335,7 @@ class PartialAnswer:
         return sum(part.num_bytes for part in self._ready) > FRAME_BYTES
 
     def _take(self) -> list[_Part]:
-        """What goes into the next frame; under the lock."""
+        """Under the lock: the parts of the next frame."""
         taken: list[_Part] = []
         num_bytes = 0
         while self._ready and (not taken or num_bytes + self._ready[0].num_bytes <= FRAME_BYTES):
@@ -365,7 +365,7 @@ class PartialAnswer:
             self._let_go(self._ready)
 
     def _let_go(self, parts: Sequence[_Part]) -> None:
-        """They are sent, or will not be."""
+        """The parts are sent, or failed."""
         num_bytes = sum(part.num_bytes for part in parts if part.buffers is not None)
         if num_bytes:
             self._hold(-num_bytes)

@@ -1,11 +1,11 @@
-"""First values of slices: the chief's, a worker's copy of a lost slice, or a checkpoint's."""
+"""Initial values of slices: from the chief, from a worker's copy of a lost slice, or from a checkpoint."""
 
 from __future__ import annotations
 
 import collections
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,13 +30,15 @@ from syncline.store.tensors import TensorReader, in_threads
 
 
 class Values:
-    """What slices begin with."""
+    """Receives initial values."""
 
-    def __init__(self, hosting: Hosting, drain: Callable[[HostedSlice], None]) -> None:
-        self._hosting, self._drain = hosting, drain
+    def __init__(self, hosting: Hosting) -> None:
+        self._hosting = hosting
 
-    def landing(self, peer: Peer, message: Upload | Restore, commits: Commits) -> Sequence[Buffer]:
-        """What cannot be taken is read all the same, and refused after that: the connection lives on."""
+    def buffers_for(self, peer: Peer, message: Upload | Restore, commits: Commits) -> Sequence[Buffer]:
+        """Receive buffers for values. Values that cannot be used are read, then refused, so that the connection
+        survives.
+        """
         if isinstance(message, Restore):
             return [self._nowhere(message.copy.slice)]
         found = []
@@ -61,13 +63,13 @@ class Values:
         return slot
 
     def uploaded(self, request: Request, message: Upload, commits: Commits) -> None:
-        """They are where they belong; the same again, before anything was applied, changes nothing."""
+        """Activates uploaded values. A repetition before the first update changes nothing."""
         for slot in [self._to_be_uploaded(request.peer, message, n, commits) for n in message.slices]:
             with slot.lock:
                 slot.rules.uploaded()
                 slot.uploaded = True
                 slot.renew_backups()
-            self._drain(slot)
+            slot.drain()
         request.reply(Done())
 
     def restore(self, request: Request, message: Restore, commits: Commits) -> None:
@@ -77,19 +79,19 @@ class Values:
         request.reply(Done())
 
 
-#: Of a saved tensor: bytes from, to, and where they go.
+#: A byte range of a saved tensor and its destination.
 Wanted = tuple[int, int, Buffer]
 
 
 class Taking:
-    """One slice of now, as it is put together."""
+    """One current slice, assembled from saved ones."""
 
     def __init__(self, slot: HostedSlice, overlaps: Sequence[Overlap]) -> None:
         self.slot, self.overlaps = slot, overlaps
         self._states: dict[tuple[int, str], tuple[StateEntry, Bytes]] = {}
 
     def values(self) -> list[tuple[tuple[str, str], Wanted]]:
-        """Which bytes of which tensors are its parameters."""
+        """The byte ranges of saved tensors that make up its parameters."""
         memory, found = buffer_of(self.slot.memory), []
         for overlap in self.overlaps:
             begin, end = overlap.in_new()
@@ -99,7 +101,7 @@ class Taking:
     def states(
         self, tensors: dict[tuple[str, str], SavedTensor], fresh: Sequence[tuple[int, int]]
     ) -> list[tuple[tuple[str, str], Wanted]]:
-        """The same for its rules' state; what is elementwise is cut and joined as the parameters are."""
+        """The byte ranges for its rule state. Elementwise state is split and joined like the parameters."""
         segment, found = self.slot.segment, []
         for overlap in self.overlaps:
             parameter = segment.parameters[overlap.new.parameter]
@@ -123,7 +125,7 @@ class Taking:
         return [(there, there + num_bytes, buffer_of(array[begin : begin + num_bytes]))]
 
     def _whole(self, overlap: Overlap, key: str, tensor: SavedTensor) -> list[Wanted]:
-        """A number for the whole piece, of the first that there is; or the state of a rule that sees all of it."""
+        """State of a whole piece: a scalar from the first part, or the state of a rule that needs whole tensors."""
         if (overlap.new_index, key) in self._states:
             return []
         old, new = overlap.old, overlap.new
@@ -143,7 +145,7 @@ class Taking:
         return array
 
     def load(self) -> None:
-        """All of it is here: rules begin with it."""
+        """Loads the assembled data into the rules."""
         states, self._states = self._states, {}
         with self.slot.lock, self.slot.home.at_work():
             rules = self.slot.rules
@@ -152,12 +154,12 @@ class Taking:
 
 
 class Loading:
-    """One checkpoint after the other."""
+    """Loads checkpoints, one at a time."""
 
-    def __init__(self, hosting: Hosting, drain: Callable[[HostedSlice], None]) -> None:
-        self._hosting, self._drain = hosting, drain
+    def __init__(self, hosting: Hosting) -> None:
+        self._hosting = hosting
         self._one_at_a_time = threading.Lock()
-        self._taken: dict[int, tuple[HostedSlice, str]] = {}  # slices, and the digest of what they have
+        self._taken: dict[int, tuple[HostedSlice, str]] = {}  # slice -> the digest it was loaded from
 
     def take_up(self, request: Request, message: Resume, commits: Commits) -> None:
         def action() -> None:
@@ -187,12 +189,12 @@ class Loading:
             self._begin(taking, message, known.get(taking.slot.part.id, 0), commits)
 
     def _has(self, slot: HostedSlice, digest: str) -> bool:
-        """Said again, it changes nothing."""
+        """Whether the slice was loaded from this digest already."""
         known = self._taken.get(slot.part.id)
         return known is not None and known[0] is slot and known[1] == digest
 
     def _read(self, message: Resume, manifest: Manifest, takings: Sequence[Taking]) -> None:
-        """Every tensor that anything is needed of, once; its digest is right, or nothing of it counts."""
+        """Reads every needed tensor once. Data with a wrong digest is not used."""
         tensors = {(file.name, tensor.name): tensor for file in manifest.files for tensor in file.tensors}
         wanted: dict[tuple[str, str], list[Wanted]] = collections.defaultdict(list)
         for taking in takings:
@@ -211,7 +213,7 @@ class Loading:
                 view[:] = found[begin:end]
 
         try:
-            # In the order in which they lie in their files.
+            # In file order.
             in_threads(read, sorted(wanted, key=lambda key: (key[0], tensors[key].begin)))
         finally:
             for reader in readers.values():
@@ -231,7 +233,7 @@ class Loading:
                 slot.uploaded = True
                 slot.renew_backups()
         self._taken[slot.part.id] = (slot, message.digest)
-        self._drain(slot)
+        slot.drain()
 
 
 def _begin(wanted: Wanted) -> int:
@@ -239,12 +241,12 @@ def _begin(wanted: Wanted) -> int:
 
 
 def _is_apart(wanted: Sequence[Wanted]) -> bool:
-    """Whether every byte goes to one place; a number for a whole piece goes to all that the piece is cut into."""
+    """Whether every byte has one destination. A scalar of a whole piece goes to all slices of that piece."""
     return all(one[1] <= two[0] for one, two in itertools.pairwise(wanted))
 
 
 def _views(wanted: Sequence[Wanted], num_bytes: int) -> list[memoryview]:
-    """All bytes of a tensor, one after the other: where they go, and nowhere for those that are not needed here."""
+    """Buffers for all bytes of a tensor: the destinations, and a scratch buffer for bytes that are not needed."""
     found, at = [], 0
     for begin, end, view in wanted:
         found += [*_nowhere(begin - at), view]

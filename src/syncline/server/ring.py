@@ -1,4 +1,4 @@
-"""A server's part in a ring: it votes on rounds, and applies a round when all servers hold its sums."""
+"""A server of a ring: votes on rounds, and applies a round when all servers hold its sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool, is_small
-from syncline.server.reliable_send import ReliableSend
-from syncline.server.replicate import Partner, Region, message_of
+from syncline.server.reliable_send import Partner, ReliableSend
+from syncline.server.replicate import Region, message_of
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import RoundTask, StagedCommit
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 
-#: Has something held for a round, unless that was dropped meanwhile; whether it was.
+#: Runs an action for a round unless the round was dropped. Returns whether it ran.
 Holds = Callable[[RoundTask, Callable[[], None]], bool]
 Held = tuple[Replicate, Region | None]
 
 
 class Spreading:
-    """Sums for these copies."""
+    """Sums for spread slices whose primary is on another server."""
 
     def __init__(
         self, spread: Spread, copies: Copies, hosting: Hosting, *, fail: Callable[[RoundTask, Exception], None]
@@ -48,13 +48,13 @@ class Spreading:
         copies.backups = hosting.backups
 
     def begin(self) -> None:
-        """Seats have changed, under `state_lock`."""
+        """Under `state_lock`: replica sets have changed."""
         self._copies.numbers = self._hosting.spread_by(self._spread)
         for slot in list(self._hosting.slices.values()):
             slot.is_spread, slot.sum_coder = slot.part.id in self._copies.numbers, self._spread.sums
 
     def expect(self, work: RoundTask) -> None:
-        """Under `state_lock`: a round is whole here."""
+        """Under `state_lock`: a round is complete here."""
         work.is_for_copies(self._copies.slots())
 
     def sum_up(self, work: RoundTask, holds: Holds) -> None:
@@ -67,8 +67,8 @@ class Spreading:
             return  # replica sets have changed: the round is dropped
         try:
             held = self._summed(work, backup, backup.slot)
-        except Exception as error:  # whoever waits must hear of it, whatever it is
-            if holds(work, lambda: None):  # else it was dropped meanwhile, and what its workers staged is gone
+        except Exception as error:  # callers must get an error, whatever it is
+            if holds(work, lambda: None):  # else it was dropped meanwhile and its staged bytes are gone
                 self._fail(work, error)
             return
 
@@ -87,7 +87,7 @@ class Spreading:
 
 
 class Voting:
-    """All under `state_lock`, but what is applied."""
+    """The votes of a ring. Everything but applying runs under `state_lock`."""
 
     def __init__(
         self,
@@ -103,28 +103,29 @@ class Voting:
         may_apply: Callable[[RoundTask], bool],
         spreading: Spreading,
     ) -> None:
-        """`waits`: the round is not on its way before all have voted; then it `resumes`, and `run` applies what is
-        the server's own. `may_apply`: no gate is closed to it."""
+        """`waits` is called when a round starts to wait for votes, `resumes` when it has them; then `run` applies the
+        slices of this server. `may_apply`: whether the snapshot barrier lets the round pass.
+        """
         self._name, self._state_lock, self._backups, self._pool = name, state_lock, backups, pool
         self._partners, self._run, self._waits, self._resumes = partners, run, waits, resumes
         self._may_apply, self.spreading = may_apply, spreading
         self.votes = Votes()
-        self._works: dict[Ballot, RoundTask] = {}  # whole here, in their order
-        self._unsaid: list[RoundTask] = []  # held by all since it was frozen
-        self.is_frozen = False  # a change is prepared
-        self.summing: RingReducer | None = None  # where every server comes to all sums itself
+        self._works: dict[Ballot, RoundTask] = {}  # complete here, in order
+        self._unsaid: list[RoundTask] = []  # held by all since the freeze
+        self.is_frozen = False  # a reconfiguration is prepared
+        self.summing: RingReducer | None = None  # set if every server computes all sums itself
         backups.enter_ring(self)
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anybody to wait for."""
+        """Whether there are other servers to wait for."""
         return len(self.votes.voters) > 1
 
     def begin(self, generation: int, voters: Collection[str]) -> None:
-        """Seats have changed. Nothing is on its way."""
+        """Starts a generation with these voters, while no round is in flight."""
         with self._state_lock:
             self.votes.begin(generation, voters)
-            self._backups.begin_anew()
+            self._backups.reset()
             self.spreading.begin()
             self.is_frozen = False
             self._unsaid.clear()
@@ -132,14 +133,14 @@ class Voting:
                 self.summing.begin(generation, voters)
 
     def supplied(self) -> None:
-        """The others have what they lacked of the slices here."""
+        """The other servers have received what they lacked of the slices here."""
         if self.summing is not None:
             self.summing.supplied()
 
     # -- voting -------------------------------------------------------------------------------------------
 
     def expect(self, work: RoundTask) -> None:
-        """A round is whole here: it waits for all."""
+        """A round is complete here and waits for all votes."""
         if self.is_on:
             commits = [(c.worker, c.item.incarnation, c.clock) for c in work.commits]
             work.ballot, work.waits_for_votes = ballot_of(self.votes.generation, commits), True
@@ -148,12 +149,13 @@ class Voting:
             work.is_summed = self.summing is not None and self.summing.is_on
 
     def expects(self, work: RoundTask) -> bool:
-        """Under `state_lock`: whether this round waits here, and was not dropped."""
+        """Under `state_lock`: whether this round still waits here."""
         return work.ballot is not None and self._works.get(work.ballot) is work
 
     def keeps(self, work: RoundTask, take: Callable[[], None]) -> bool:
-        """This server has made a sum of its own for this round: it is taken, unless the round was dropped. A change
-        that is on its way counts on what was held before, and may drop it."""
+        """Takes this server's own sum for a round, unless the round was dropped or a reconfiguration is prepared. The
+        reconfiguration relies on what was held before it.
+        """
         with self._state_lock:
             is_wanted = self.expects(work)
             if is_wanted:
@@ -165,12 +167,12 @@ class Voting:
         return self.votes.generation
 
     def reduce(self, work: RoundTask) -> None:
-        """The round is complete here: its gradients are added up."""
+        """The round is complete here: adds up its gradients."""
         assert self.summing is not None
         self.summing.submit(work)
 
     def hold_sums(self, work: RoundTask) -> bool:
-        """Holds the sums of all slices; False while a reconfiguration is on its way."""
+        """Holds the sums of all slices; False while a reconfiguration is prepared."""
         assert self.summing is not None
         return self.summing.hold(work)
 
@@ -189,7 +191,7 @@ class Voting:
             self.summing.is_through(work)
 
     def held(self, work: RoundTask) -> None:
-        """All others hold the sums of the slices here."""
+        """All other servers hold the sums of the slices here."""
         with self._state_lock:
             if work.ballot is None or not self.expects(work):
                 return  # dropped
@@ -198,16 +200,17 @@ class Voting:
                 return
             self._waits(work)
             self.votes.vote(work.ballot, self._name)
-            letters = [ReliableSend(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
+            sends = [ReliableSend(partner, Vote(work.ballot)) for partner in self._partners(self.votes.voters)]
         if faults.armed is not None:
             faults.reach("vote.cast")
-        for letter in letters:
-            letter.send()
+        for send in sends:
+            send.send()
         self._look(work.ballot)
 
     def missing(self, now: float) -> list[tuple[int, list[str], float]]:
-        """Of rounds that it has voted for: a step, whose votes there are not yet, and for how long. Likewise of one
-        that it adds up: of whom something is missing."""
+        """Rounds that wait: step, servers without a vote, seconds. For a round that is being summed: the servers
+        whose part is missing.
+        """
         cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
         found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
         found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
@@ -220,7 +223,9 @@ class Voting:
         self._look(message.ballot)
 
     def holds(self, ballot: Ballot, take: Callable[[], None]) -> Literal["held", "later", "over"]:
-        """A backup has an update of this round: it takes it, unless a change is on its way, or over."""
+        """A backup received an update of this round. Takes it, unless a reconfiguration is prepared or the round is
+        over.
+        """
         with self._state_lock:
             if ballot.generation < self.votes.generation:
                 return "over"
@@ -230,7 +235,7 @@ class Voting:
             return "held"
 
     def look(self) -> None:
-        """What kept rounds from being applied may be over."""
+        """Applies the rounds that may go on now."""
         with self._state_lock:
             ballots = list(self._works)
         for ballot in ballots:
@@ -246,7 +251,9 @@ class Voting:
         self._apply(work, numbers)
 
     def _begin(self, ballot: Ballot, work: RoundTask) -> list[int]:
-        """It counts from now on: nothing stops it any more. The slices of others that are to be applied here."""
+        """The round is decided and cannot be dropped any more. Returns the copies of other servers' slices to apply
+        here.
+        """
         del self._works[ballot]
         self.votes.forget(ballot)
         numbers = self._backups.held_for(ballot)
@@ -267,11 +274,11 @@ class Voting:
     # -- when replica sets change --------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """A change is prepared: nobody votes, holds or applies from now on."""
+        """A reconfiguration is prepared: stops votes, holds and applies."""
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """It is not to be."""
+        """The reconfiguration was cancelled."""
         with self._state_lock:
             self.is_frozen = False
             unsaid, self._unsaid = self._unsaid, []
@@ -287,7 +294,7 @@ class Voting:
             self.summing.close()
 
     def reach(self) -> list[tuple[str, int, int]]:
-        """Name, incarnation and clock of the commits in rounds of which everything is here."""
+        """Name, incarnation and clock of commits in rounds that are completely held here."""
         works = [work for ballot, work in self._works.items() if self._is_whole(ballot, work)]
         return [(c.worker, c.item.incarnation, c.clock) for work in works for c in work.commits]
 
@@ -297,8 +304,9 @@ class Voting:
         return all(slot.is_summing(work) for slot in work.slots)
 
     def settle(self, clocks: Mapping[Identity, int]) -> tuple[list[RoundTask], Callable[[], None]]:
-        """Under `state_lock`: all rounds that there are, and what has those applied, outside of it, that all
-        survivors hold. What is left after that counts nowhere."""
+        """Under `state_lock`: returns all open rounds, and an action that applies those that all survivors hold. Call
+        it without the lock; the others are dropped.
+        """
         works, counted = list(self._works.values()), list[tuple[RoundTask, list[int]]]()
         for ballot, work in list(self._works.items()):
             counts = all(c.clock <= clocks.get((c.worker, c.item.incarnation), 0) for c in work.commits)
@@ -315,7 +323,7 @@ class Voting:
         return works, apply
 
     def drop(self) -> list[RoundTask]:
-        """Under `state_lock`: what was not settled counts nowhere."""
+        """Under `state_lock`: drops the rounds that were not settled."""
         dropped = list(self._works.values())
         self._works.clear()
         self._unsaid.clear()

@@ -1,4 +1,4 @@
-"""The copies of spread slices whose primary is on another server of the ring. All pushes of them come here too."""
+"""Copies of spread slices whose primary is on another server of the ring. Their pushes come here too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from syncline.server.slices import HostedSlice
 
 
 class Copies:
-    """With servers of their own there are none."""
+    """The copies of spread slices; empty without a ring."""
 
     def __init__(self) -> None:
         self.numbers: frozenset[int] = frozenset()  #: all spread slices

@@ -1,4 +1,4 @@
-"""A server's ring, put together: its votes, its reducer, and what servers of a ring say to each other."""
+"""A server's ring: its votes, its reducer, and the messages between its servers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Ring:
         flow.enter_ring(voting)
         commits.holding.enter_ring(voting)
         self.group_reducers: ProcessGroupReducers | None = None  #: sums by torch.distributed
-        self.host_reducers: HierarchicalReducers | None = None  #: sums by the hierarchical reducer
+        self.host_reducers: HierarchicalReducers | None = None  #: sums by host
         adders: Reducers
-        if config.has_circle:
+        if config.has_process_group:
             from syncline.server.reduce.process_group import (
-                ProcessGroupReducers,  # torch.distributed, which not every torch has
+                ProcessGroupReducers,  # imports torch.distributed, which not every build of torch has
             )
 
             adders = self.group_reducers = ProcessGroupReducers(config, hosting)
@@ -57,7 +57,7 @@ class Ring:
 
 
 def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callable[[Request, Any], None]]:
-    """What servers of a ring say to each other."""
+    """Handlers for messages between servers of a ring."""
 
     def vote(request: Request, message: Vote) -> None:
         known = ring()
@@ -80,8 +80,8 @@ def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callab
     }
 
 
-def landing_of_sum(ring: Ring | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
-    return _relays(ring, peer).landing(peer, message)
+def buffers_for_sum(ring: Ring | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    return _relays(ring, peer).buffers_for(peer, message)
 
 
 def _relays(ring: Ring | None, peer: Peer) -> HierarchicalReducers:

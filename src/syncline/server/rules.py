@@ -1,4 +1,4 @@
-"""Rules at work: torch optimizers on the pieces of a slice, and how the gradients of a round become one."""
+"""Applies rules: torch optimizers on the pieces of a slice, and the reduction of a round's gradients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
+from syncline.server.reduce.kernels import HALF, add_up, narrow, sum_dtype
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
 
@@ -26,7 +27,7 @@ _MOST_KEPT = 1024
 
 
 def scratch(dtype: torch.dtype, flat: torch.Tensor, start: int, num_items: int) -> torch.Tensor:
-    """This thread's own for a slice, or a part of it; the same tensor again for the same part."""
+    """A scratch tensor of this thread for a slice or a part of it. The same part gets the same tensor."""
     kept: dict[object, torch.Tensor] = _local.__dict__.setdefault("kept", {})
     kind = (dtype, flat.device)
     key = (kind, start, num_items)
@@ -42,13 +43,13 @@ def scratch(dtype: torch.dtype, flat: torch.Tensor, start: int, num_items: int) 
 
 
 FUSED = frozenset({"Adam", "AdamW", "SGD"})
-#: An update of at most this many numbers is made by one thread.
+#: Updates up to this size use one thread.
 SMALL_ITEMS = 1 << 15
 Tensors = list[torch.Tensor]
 
 
 class FusedKernel:
-    """One group's update in one call, once its optimizer has made the state; the state stays the optimizer's."""
+    """Updates one parameter group in a single call, using the state that its optimizer has created."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._is_sgd = isinstance(optimizer, torch.optim.SGD)
@@ -59,7 +60,7 @@ class FusedKernel:
         self._lists: dict[str, Tensors] = {}
 
     def _list(self, key: str) -> Tensors | None:
-        """A state tensor of all parameters; None when one of them does not have it yet."""
+        """One state tensor of each parameter; None if any parameter lacks it."""
         if key not in self._lists:
             found = [self._state[p].get(key) if p in self._state else None for p in self._parameters]
             if any(tensor is None for tensor in found):
@@ -68,12 +69,12 @@ class FusedKernel:
         return self._lists[key]
 
     def step(self, gradients: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> bool:
-        """Updates all parameters; False, and nothing done, when the optimizer itself is needed."""
+        """Updates all parameters. Returns False, without effect, if the optimizer itself is needed."""
         update = self._sgd if self._is_sgd else self._adam
         count = torch.get_num_threads() if self._is_small else 1
         if count == 1:
             return update(list(gradients), settings)
-        # The kernels share out even a few numbers among all threads; to meet them takes longer than to do it alone.
+        # The kernels split even tiny updates over all threads; synchronizing them takes longer than the update.
         torch.set_num_threads(1)
         try:
             return update(list(gradients), settings)
@@ -128,9 +129,10 @@ class FusedKernel:
 
 
 class Averages:
-    """Of the pieces of one slice whose rules change them bit by bit. It begins with the values before the first
-    update; halves are averaged in single precision. A backup that has the same values and updates has the same
-    average."""
+    """Running averages of the pieces that gradient rules update. They start at the values before the first update.
+    Half-precision parameters are averaged in single precision. Backups with the same values and updates have the same
+    averages.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], is_averaged: Sequence[bool], decay: float) -> None:
         self._parameters, self._decay = parameters, decay
@@ -142,25 +144,25 @@ class Averages:
         self.is_on = any(self._is_averaged)
 
     def begin(self) -> None:
-        """Before an update: where there is none yet, it begins with what is there."""
+        """Before an update: starts averages that do not exist yet."""
         for index, parameter in enumerate(self._parameters):
             if self._is_averaged[index] and index not in self._averages:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self._averages[index] = parameter.detach().to(wide, copy=True)
 
     def follow(self) -> None:
-        """After an update."""
+        """After an update: updates the averages."""
         for index, average in self._averages.items():
             average.lerp_(self._parameters[index].detach().to(average.dtype), 1.0 - self._decay)
 
     def entries(self, part: int, index: int) -> Iterator[tuple[StateEntry, torch.Tensor]]:
-        """Of one piece, as its rule's state is told."""
+        """The average of one piece, in the form of rule state."""
         if (average := self._averages.get(index)) is not None:
             dtype = str(average.dtype).removeprefix("torch.")
             yield StateEntry(part, index, AVERAGE_KEY, dtype, tuple(average.shape)), average
 
     def load(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> list[tuple[StateEntry, torch.Tensor]]:
-        """Takes over what there is of averages; what is left is of rules. Where nothing is, it goes on by itself."""
+        """Loads averages from `entries` and returns the other entries. Missing averages start later."""
         found: dict[int, torch.Tensor] = {}
         for entry, tensor in entries:
             if entry.key != AVERAGE_KEY:
@@ -177,21 +179,20 @@ class Averages:
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
-_HALF = (torch.float16, torch.bfloat16)
 Bytes = npt.NDArray[np.uint8]
-#: One contribution to a slice: its bytes, its weight, and which pieces it has.
+#: One contribution to a slice: its bytes, weight and pieces.
 Source = tuple[torch.Tensor, float, Sequence[bool]]
 
 
 def tensor_of(array: Bytes, dtype: str) -> torch.Tensor:
-    """The bytes as a tensor, without a copy; a read-only mapping stays unwritten by our own discipline."""
+    """A tensor over the bytes, without a copy. Do not write to it if the mapping is read-only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array).view(getattr(torch, dtype))
 
 
 class SliceRules:
-    """The rules of one slice: a torch optimizer per group over this slice's pieces."""
+    """The rules of one slice: a torch optimizer per group, over this slice's pieces."""
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
         self.segment, self.part = segment, part
@@ -205,24 +206,24 @@ class SliceRules:
         self._assigns = [spec.name == "Assign" for spec in self._specs]
         self._parameters = [self._parameter(index) for index in range(len(self.pieces))]
         groups = set(self._groups)
-        #: The one group that all pieces belong to, where its rule is a torch optimizer.
+        #: The only group, if all pieces share one that is a torch optimizer.
         self._only_group = groups.pop() if len(groups) == 1 and self._specs[0].name not in PLAIN else None
         self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        #: Called once, before anything of this slice or its state is changed: it is marked for a save.
+        #: Set while the slice is marked for a save: called once before the slice or its state changes.
         self.before_change: Callable[[bool], None] | None = None
         self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], home.decay)
         self._begin(self._make_optimizers())
 
     def about_to_change(self, waits: bool = True) -> None:
-        """Under the slice's lock: who has marked it keeps it as it is; `waits`: for memory, if need be."""
+        """Under the slice's lock: lets a snapshot keep the old data. `waits`: it may wait for memory."""
         keep, self.before_change = self.before_change, None
         if keep is not None:
             keep(waits)
 
     def _begin(self, optimizers: dict[int, torch.optim.Optimizer]) -> None:
-        """Steps with these optimizers from now on, by their kernels where they have one."""
+        """Uses these optimizers from now on, with fused kernels where they exist."""
         self._optimizers = optimizers
-        self._overridden: frozenset[int] = frozenset()  # groups whose settings are not the registered ones now
+        self._overridden: frozenset[int] = frozenset()  # groups with overridden settings
         self._bare_steps = {group: bare_step(optimizer) for group, optimizer in optimizers.items()}
         self._kernels = {
             group: FusedKernel(optimizer)
@@ -231,34 +232,34 @@ class SliceRules:
         }
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A slice-shaped tensor as its pieces, shaped as the parameters are."""
+        """Splits a slice-shaped tensor into pieces with the shapes of the parameters."""
         return [self.view(flat, k).view_as(parameter) for k, parameter in enumerate(self._parameters)]
 
     def _staged_pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The same for staged bytes, which lie where they lie as long as the job lasts: worked out once."""
+        """Like `_split`, cached: staged bytes stay at the same address."""
         known = self._splits.get(id(flat))
         if known is None or known[0] is not flat:
             known = self._splits[id(flat)] = (flat, self._split(flat))
         return known[1]
 
     def forget_staged(self) -> None:
-        """Some of the memory that gradients lay in is gone."""
+        """Drops cached views: some gradient memory is gone."""
         self._splits.clear()
 
     # -- a round's gradient, as a backup gets it ----------------------------------------------------------
 
     def lay_down(self, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor) -> list[int]:
-        """Copies a round's gradient into slice-shaped host memory; returns the pieces that there are."""
+        """Copies a round's gradient into slice-shaped host memory; returns the pieces it has."""
         has = [index for index, gradient in enumerate(gradients) if gradient is not None]
         for index in has:
             gradient, place = gradients[index], self.view(flat, index)
             assert gradient is not None
-            if gradient.data_ptr() != place.data_ptr():  # else it was combined there
+            if gradient.data_ptr() != place.data_ptr():  # else it was reduced in place
                 place.copy_(gradient.reshape(-1))
         return has
 
     def as_pieces(self, flat: torch.Tensor, has: Sequence[int]) -> list[torch.Tensor | None]:
-        """The same read back, by either side: the gradient of each piece, where rules can use it."""
+        """The gradient of each piece from slice-shaped memory, where rules can use it."""
         found: list[torch.Tensor | None] = [None] * len(self.pieces)
         if has:
             at_home = self.flat is self.host
@@ -268,7 +269,7 @@ class SliceRules:
         return found
 
     def bytes_of_pieces(self, array: Bytes, has: Sequence[int]) -> list[memoryview]:
-        """Where these pieces lie in slice-shaped memory."""
+        """The byte ranges of these pieces in slice-shaped memory."""
         found = []
         for index in has:
             piece = self.pieces[index]
@@ -302,10 +303,10 @@ class SliceRules:
     def reduced(
         self, sources: Sequence[Source], round_weight: float, into: torch.Tensor | None = None
     ) -> list[torch.Tensor | None]:
-        """One gradient per piece: the mean or sum over the sources; None where nobody pushed the piece.
+        """One gradient per piece: the mean or sum over the sources, or None if no source pushed it.
 
-        The mean divides by the weight of the whole round, except for `Assign`: by the weight of those who pushed.
-        `into`: slice-shaped host memory, where it is needed; what takes a computation is put there by it.
+        The mean divides by the weight of the whole round; for `Assign`, by the weight of the sources that pushed.
+        `into`: slice-shaped host memory for computed results, if needed.
         """
         place = into if self.flat is self.host else None
         if not self.pieces:
@@ -327,7 +328,7 @@ class SliceRules:
         return found
 
     def _is_used_as_it_lies(self, staged: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
-        """Whether a single contribution is the round's gradient, without a copy of it."""
+        """Whether a single contribution can be used as the round's gradient without a copy."""
         is_here = staged.device == self.flat.device
         return is_here and (weight == total or self._reduce == "sum") and all(has)
 
@@ -339,39 +340,26 @@ class SliceRules:
         mean: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Σ wᵢgᵢ / Σ wᵢ, or Σ gᵢ, in the order given. A single full-weight source is used where it lies."""
+        """Σ wᵢgᵢ / Σ wᵢ, or Σ gᵢ, in the given order. A single full-weight source is not copied."""
         averaged = mean or self._reduce == "mean"
         if len(sources) == 1 and (not averaged or sources[0][1] == total):
             return sources[0][0]
-        first = sources[0][0]
-        size = first.numel()
-        result = scratch(first.dtype, self.flat, start, size) if into is None else into[start : start + size]
-        if averaged and self._is_integer:
-            wide = sum((t.to(torch.float64) * w for t, w in sources[1:]), first.to(torch.float64) * sources[0][1])
-            return result.copy_((wide / total).round_())
-        # Halves are summed in single precision.
-        is_half = first.dtype in _HALF
-        total_of = scratch(torch.float32, self.flat, start, first.numel()) if is_half else result
-        weights = [w for _, w in sources]
-        equal = not averaged or all(w == weights[0] for w in weights)
-        if equal and len(sources) > 1 and not is_half:
-            torch.add(first, sources[1][0], out=total_of)
-            rest = sources[2:]
-        else:
-            total_of.copy_(first)  # `out=` would still compute in the type of the sources
-            rest = sources[1:]
-            if not equal:
-                total_of.mul_(weights[0])
-        for tensor, weight in rest:
-            total_of.add_(tensor, alpha=1 if equal else weight)
+        size, weights = sources[0][0].numel(), [weight for _, weight in sources]
+        own = self.flat.dtype
+        result = scratch(own, self.flat, start, size) if into is None else into[start : start + size]
+        kind = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else own
+        total_of = result if kind == own else scratch(kind, self.flat, start, size)
+        equal = not averaged or all(weight == weights[0] for weight in weights)
+        add_up(sources, total_of, weighted=not equal)
         if averaged:
             total_of.div_(total / weights[0] if equal else total)
-        return result.copy_(total_of) if is_half else result
+        narrow(total_of, result)
+        return result
 
     # -- applying -----------------------------------------------------------------------------------------
 
     def squared_norm(self, gradients: Sequence[torch.Tensor | None]) -> float:
-        """Of the gradients of rules that descend; what is added or assigned does not count."""
+        """The squared norm of the gradients of descending rules; `Add` and `Assign` do not count."""
         total = 0.0
         for gradient, spec in zip(gradients, self._specs, strict=True):
             if gradient is not None and spec.name not in PLAIN:
@@ -425,7 +413,7 @@ class SliceRules:
         self._home.publish(self.flat, self.host)
 
     def uploaded(self) -> None:
-        """The first values are here."""
+        """The initial values are here."""
         self._home.load(self.flat, self.host)
 
     def _step(
@@ -447,7 +435,7 @@ class SliceRules:
             with torch.no_grad(), _unfused_where_it_cannot(optimizer, pairs):
                 self._bare_steps[group](optimizer)
         finally:
-            # A gradient may lie in a worker's arena: it is let go as soon as it is used.
+            # A gradient may lie in a worker's arena: release it after use.
             for parameter, _ in pairs:
                 parameter.grad = None
 
@@ -470,7 +458,7 @@ class SliceRules:
             yield from self._averages.entries(self.part.id, index)
 
     def load_state(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> None:
-        """Takes over this state; pieces that are not named start afresh."""
+        """Loads this state. Pieces that it does not name start afresh."""
         self.about_to_change()
         fresh: dict[int, dict[str, torch.Tensor]] = {}
         for entry, tensor in self._averages.load(entries):
@@ -494,7 +482,7 @@ class SliceRules:
 def _unfused_where_it_cannot(
     optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[None]:
-    """torch's fused SGD wants the momentum of all parameters or of none; with a new one among them it is not used."""
+    """Disables fused SGD if only some parameters have a momentum: torch needs all or none."""
     settings = optimizer.param_groups[0]
     has = {"momentum_buffer" in optimizer.state.get(parameter, {}) for parameter, _ in pairs}
     if not (settings.get("fused") and isinstance(optimizer, torch.optim.SGD) and len(has) > 1):
@@ -508,9 +496,9 @@ def _unfused_where_it_cannot(
 
 
 def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether torch has a fused kernel for this rule, and a right one."""
+    """Whether torch has a correct fused kernel for this rule."""
     # Of SGD on halves on a CPU it is wrong (torch 2.13: off by a tenth of the update, from 16 items on).
-    wrong = name == "SGD" and any(p.dtype in _HALF and p.device.type == "cpu" for p in parameters)
+    wrong = name == "SGD" and any(p.dtype in HALF and p.device.type == "cpu" for p in parameters)
     return name in _FUSED and not wrong
 
 

@@ -1,4 +1,4 @@
-"""A server's part in saves: what is marked goes to a file, in the background, while updates go on."""
+"""A server's side of saves: writes marked slices to a file in the background, while updates go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from syncline.errors import StoreError, SynclineError
 from syncline.net.rpc import Request
 from syncline.server.cow_snapshot import CowSnapshot, Planned, SnapshotSlice, Writer
 from syncline.server.slices import HostedSlice
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.tasks import in_thread
 from syncline.store.folders import open_folder
 from syncline.store.tensors import TensorWriter
@@ -32,7 +32,7 @@ from syncline.store.tensors import TensorWriter
 OpenWriter = Callable[[str, str, Sequence[Planned]], Writer]
 #: One digests while the other writes.
 NUM_WRITERS = 2
-#: As of `nice`: a third of what a step gets where both want the same core.
+#: A `nice` value: a third of a step's share if both want the same core.
 LESS_PRIORITY = 5
 _END_SECONDS = 30.0
 
@@ -43,36 +43,36 @@ def open_writer(folder: str, file: str, plan: Sequence[Planned]) -> Writer:
 
 
 def saving_handlers(
-    gate: Callable[[], SnapshotGate], saving: Saving
+    barrier: Callable[[], SnapshotBarrierService], saving: Saving
 ) -> dict[type[Message], Callable[[Request, Any], None]]:
-    """Answers the coordinator about saves."""
+    """Handlers for the coordinator's save requests."""
 
     def end(request: Request, message: EndSave) -> None:
-        gate().open(message.number)
+        barrier().open(message.number)
         saving.end(message)
 
     return {
-        CloseSnapshotBarrier: lambda request, message: gate().close(request, message),
-        Mark: lambda request, message: gate().mark(request, message),
-        OpenSnapshotBarrier: lambda request, message: gate().open(message.number),
+        CloseSnapshotBarrier: lambda request, message: barrier().close(request, message),
+        Mark: lambda request, message: barrier().mark(request, message),
+        OpenSnapshotBarrier: lambda request, message: barrier().open(message.number),
         WriteMarked: saving.write,
         EndSave: end,
     }
 
 
 class Saving:
-    """The save that is under way here, if any."""
+    """The current save of this server, if any."""
 
     def __init__(self, log: Callable[[str], None], open_writer: OpenWriter = open_writer) -> None:
         self._log, self._open_writer = log, open_writer
-        self.most_bytes = 0  # that a save may copy at a time; 0: as many as there are
+        self.most_bytes = 0  # limit for copies of one save; 0: none
         self._changed = threading.Condition()
         self._marks: CowSnapshot | None = None
         self._writing: CowSnapshot | None = None
         self._num_writing = 0
 
     def mark(self, number: int, slots: list[HostedSlice]) -> None:
-        """Under `state_lock`, while nothing is on its way through the slices. A save that was under way is over."""
+        """Marks the slices, under `state_lock` while no update is in flight. Ends an earlier save."""
         with self._changed:
             before, self._marks = self._marks, None
         _let_go(before)
@@ -89,7 +89,7 @@ class Saving:
         _let_go(marks)
 
     def close(self) -> None:
-        """The server ends; its memory is about to go."""
+        """The server is closing and will free its memory."""
         with self._changed:
             if self._marks is not None:
                 self._marks.end()
@@ -130,13 +130,15 @@ class Saving:
             file = writer.finish()
         except BaseException:
             marks.end()
-            marks.release()  # after this nobody else writes
+            marks.release()  # after this no update writes the file
             writer.abandon()
             raise
         return WrittenMarked(file, [m.saved(message.file) for m in slices], marks.num_copied, marks.num_waited)
 
     def _write_all(self, marks: CowSnapshot, writer: Writer) -> None:
-        """Slices are copied by this thread, so that whoever waits for one waits for nobody of less priority."""
+        """Writes all slices. This thread makes the copies itself, so that updates never wait for a lower-priority
+        thread.
+        """
         taken: queue.Queue[SnapshotSlice | None] = queue.Queue(1)
         threads = [threading.Thread(target=_write_some, args=(marks, writer, taken), name=f"save-{k}", daemon=True)
                    for k in range(min(NUM_WRITERS, num_cores()))]  # fmt: skip
@@ -154,7 +156,7 @@ class Saving:
 
 
 def _let_go(marks: CowSnapshot | None) -> None:
-    """By whoever must not wait: an update may hold a slice while it is written to a disk that does not answer."""
+    """Ends a save in its own thread: an update may hold a slice's lock while it waits for a slow disk."""
     if marks is not None:
         marks.end()
         threading.Thread(target=marks.release, name="let go", daemon=True).start()
@@ -168,12 +170,12 @@ def _write_some(marks: CowSnapshot, writer: Writer, taken: queue.Queue[SnapshotS
                 marked.write(writer)
         except SynclineError as error:
             marks.fail(str(error))
-        except Exception as error:  # whoever waits must hear of it, whatever it is
+        except Exception as error:  # callers must get an error, whatever it is
             marks.fail(f"{type(error).__name__}: {error}")
 
 
 def _give_way() -> None:
-    """This thread digests and writes what it is given: steps go first. Only Linux has priorities of threads."""
+    """Lowers this thread's priority, so that steps go first. Only Linux has thread priorities."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,4 +1,4 @@
-"""Seeding: a slice gets its copy on another server while it is in use; one after the other, with pauses."""
+"""Seeding: copies slices to another server while they are in use, one after the other with pauses."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.server.replicate import Partner, Region, Replica, Update, seed_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
-from syncline.server.tasks import FenceTask
+from syncline.server.tasks import FenceTask, in_thread
 
-#: Between two looks at what has gathered for a backup that is still taking its seed in.
+#: Poll interval for updates that follow a seed.
 _LOOK_SECONDS = 0.001
-#: For a backup to take in what has gathered since its seed; and how often it is looked whether it is still there.
+#: How long a backup may take to apply the updates behind its seed, and how often its connection is checked.
 _TAIL_SECONDS, _LOST_SECONDS = 60.0, 0.05
-#: Until a backup that has not heard yet that it is one is asked again.
+#: Pause before asking again a server that does not know yet that it is a backup.
 _AGAIN_SECONDS = 0.01
-Drain = Callable[[HostedSlice], None]
 
 
 class Seeding:
-    """Copies for other servers, made by one thread at a time."""
+    """Seeds other servers from one thread at a time."""
 
-    def __init__(self, slices: Mapping[int, HostedSlice], drain: Drain) -> None:
-        self._slices, self._drain = slices, drain
+    def __init__(self, slices: Mapping[int, HostedSlice]) -> None:
+        self._slices = slices
         self._one_at_a_time = threading.Lock()
 
     def begin(self, request: Request, message: SeedTo, partner: Partner) -> None:
-        threading.Thread(target=self._seed_all, args=(request, message, partner), name="seed", daemon=True).start()
+        in_thread("seed", request, lambda: self._seed_all(request, message, partner))
 
     def _seed_all(self, request: Request, message: SeedTo, partner: Partner) -> None:
         begun: list[HostedSlice] = []
         try:
-            partner.connect()  # a host that does not answer takes ten seconds: those for others need not wait
+            partner.connect()  # dialing a dead host takes ten seconds; seeds for others need not wait
             with self._one_at_a_time:
                 endpoint = partner.current()
                 if endpoint is None:
@@ -59,17 +59,11 @@ class Seeding:
                         time.sleep(took)
                 if not all(_has(slot, message.target) for slot in self._slots(message.slices)):
                     raise ConnectionLost(f"{partner.name} is not counted on any more for some of these slices")
-        except (SynclineError, OSError) as error:
+        except BaseException:
             for slot in begun:
                 self._take_back(slot, partner)
-            request.refuse(error)
-        except Exception as error:  # a bug of ours must end in an answer, not in silence
-            for slot in begun:
-                self._take_back(slot, partner)
-            request.refuse(error)
             raise
-        else:
-            request.reply(Done())
+        request.reply(Done())
 
     def _slots(self, numbers: Sequence[int]) -> list[HostedSlice]:
         found = [self._slices.get(number) for number in numbers]
@@ -79,7 +73,7 @@ class Seeding:
         return [slot for slot in found if slot is not None]
 
     def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
-        """Where the updates of these slices will lie: in one memory that is lent, where the other side can map it."""
+        """Creates replicas whose updates lie in shared memory, if the other side can map it."""
         total = sum(aligned(slot.part.num_bytes) for slot in slots)
         memory = lend(endpoint, partner, total) if slots else None
         found, offset = [], 0
@@ -94,14 +88,14 @@ class Seeding:
         return found
 
     def _seed(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> float:
-        """The whole slice, then what has happened to it meanwhile; returns the seconds that it stood still."""
+        """Sends the whole slice, then the updates since. Returns the seconds during which the slice was blocked."""
         with self._between_updates(slot):
             began = time.perf_counter()
-            letter = seed_of(slot, replica.lent)
-            replica.outbox = collections.deque()
+            outgoing = seed_of(slot, replica.lent)
+            replica.after_seed = collections.deque()
             slot.replicas = [*slot.replicas, replica]
         took = time.perf_counter() - began
-        seed = letter.send(endpoint)
+        seed = outgoing.send(endpoint)
         if faults.armed is not None:
             faults.reach("seed.sent")
         while not seed.is_done:
@@ -125,27 +119,29 @@ class Seeding:
             time.sleep(_LOOK_SECONDS)
 
     def _send_gathered(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
-        """What was applied here since the seed follows it."""
+        """Sends the updates applied since the seed."""
         with slot.lock:
             _check_wanted(slot, replica)
-            assert replica.outbox is not None
-            gathered = list(replica.outbox)
-            replica.outbox.clear()
+            assert replica.after_seed is not None
+            gathered = list(replica.after_seed)
+            replica.after_seed.clear()
         for each in gathered:
             each.send(endpoint)
 
     def _count_on_it(self, endpoint: Endpoint, slot: HostedSlice, replica: Replica) -> None:
-        """From here on an update needs both. The slice stands still until the copy has all that was before it."""
+        """Adds the replica: updates need its acknowledgement from now on. Blocks the slice until the copy is
+        level.
+        """
         there = threading.Event()
         with self._between_updates(slot):
             _check_wanted(slot, replica)
-            gathered, replica.outbox = replica.outbox or (), None
+            gathered, replica.after_seed = replica.after_seed or (), None
             last = Update(FenceTask((), (slot,), lambda work: there.set()), (), replica.region, [], 1.0)
-            last.parcels = [replica.parcel(slot, last)]
+            last.sends = [replica.prepare(slot, last)]
             slot.in_flight = last
         for each in gathered:
             each.send(endpoint)
-        last.parcels[0].send()
+        last.sends[0].send()
         until = time.monotonic() + _TAIL_SECONDS
         while not there.wait(_LOST_SECONDS):
             if not endpoint.is_open or time.monotonic() > until:
@@ -153,16 +149,17 @@ class Seeding:
         _check_wanted(slot, replica)
 
     def _take_back(self, slot: HostedSlice, partner: Partner) -> None:
-        """It did not come to that: whoever the replica sets do not name is no backup."""
+        """Seeding failed: removes the replica unless the replica sets name it."""
         replica = slot.replica_on(partner.name)
         if replica is not None and replica.partner is partner and not replica.is_named:
             slot.stand_alone(partner)
-            self._drain(slot)
+            slot.drain()
 
 
 def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[], bool]) -> None:
-    """In a ring, while nothing is applied: all that this backup lacks goes over, and memory for what follows. Who has
-    not heard of the change yet refuses it, and is asked again."""
+    """In a ring, while nothing is applied: sends this backup all that it lacks, and shares memory for updates. A
+    backup that has not prepared the generation yet refuses; it is asked again.
+    """
     found = [(slot, replica) for slot in slots if (replica := slot.replica_on(partner.name)) and replica.is_named]
     if not any(replica.is_new or replica.lent is None for _, replica in found):
         return
@@ -191,31 +188,31 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
     except BaseException:
         for slot, replica in lacking:
             with slot.lock:
-                replica.lent = None  # it knows nothing of that memory: the next change begins again with it
+                replica.lent = None  # it does not know that memory: the next reconfiguration shares new memory
         raise
 
 
 def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
     with slot.lock:
-        letter = seed_of(slot, replica.lent)
-    return letter.send(endpoint)
+        outgoing = seed_of(slot, replica.lent)
+    return outgoing.send(endpoint)
 
 
 def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
-    """Memory for updates, where the other side can map it."""
+    """Shares memory for updates, if the other side can map it."""
     if not endpoint.shares_memory:
         return None
     try:
         memory = endpoint.create_memory(num_bytes)
     except OSError:
-        return None  # too little to share: updates go over the socket
+        return None  # too small to share: updates go over the socket
     partner.num_lent += 1
     endpoint.call(ShareRegion(partner.num_lent, num_bytes), attachment=memory).wait(_TAIL_SECONDS)
     return memory
 
 
 def alone_replica(partner: Partner, slot: HostedSlice) -> Replica:
-    """For a backup that is there already, or reads no memory of ours: updates go over the connection."""
+    """A replica without shared memory: updates go over the connection."""
     return Replica(partner, Region(np.zeros(slot.part.num_bytes, np.uint8), slot.part.dtype))
 
 
@@ -225,7 +222,7 @@ def _check_wanted(slot: HostedSlice, replica: Replica) -> None:
 
 
 def _has(slot: HostedSlice, target: Member) -> bool:
-    """Whether this slice's backup is there, and listens."""
+    """Whether this slice's backup exists and is connected."""
     replica = slot.replica_on(target.name)
     if replica is None or replica.is_seeding:
         return False

@@ -1,4 +1,4 @@
-"""A server: hosts slices and answers the workers. Decisions are the core's; arithmetic is the rules'."""
+"""A server: hosts slices and serves workers. The core decides; the rules compute."""
 
 from __future__ import annotations
 
@@ -62,16 +62,15 @@ from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.commits import Commits, commit_handlers
 from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Dial, Hosting, stats_of
-from syncline.server.lease_acks import uses_handlers
+from syncline.server.lease_acks import ack_handlers
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
 from syncline.server.reconfigure import HOLD_SECONDS, ServerReconfiguration
 from syncline.server.restore import Loading, Values
-from syncline.server.ring_service import Ring, landing_of_sum, ring_handlers
+from syncline.server.ring_service import Ring, buffers_for_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
-from syncline.server.slices import HostedSlice
-from syncline.server.snapshot_barrier import SnapshotGate
+from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.staging import Staging
 from syncline.server.state_transfer import StateTransfer
 from syncline.server.storage import SliceStorage
@@ -79,7 +78,7 @@ from syncline.server.tasks import StagedCommit
 from syncline.server.waits import beat_of
 from syncline.stats import ServerStats, WireStats
 
-#: What a worker may say whatever it knows of the replica sets.
+#: Messages that need no current replica sets.
 _ALWAYS = (Leave, AskWhy)
 
 
@@ -88,7 +87,7 @@ def _no_way(member: Member) -> Endpoint:
 
 
 class Server:
-    """The service that workers, other servers and the coordinator speak to."""
+    """The service for workers, other servers and the coordinator."""
 
     def __init__(
         self,
@@ -112,21 +111,19 @@ class Server:
         self._heard = 0  # the generation of the newest roster
         self._ring: Ring | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
-        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, drain=self._drain, log=log)
+        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
         self.name = name
         self._slices = self._hosting.slices
         self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
-        self._staging = Staging(self._home.release, self._home.hatch)
-        self._states = StateTransfer(
-            self._slices, find=lambda number: self._hosting.find(number)[1], drain=self._drain
-        )
-        self._seeding = Seeding(self._slices, self._drain)
-        self._values = Values(self._hosting, self._drain)
+        self._staging = Staging(self._home.release, self._home.device_channel)
+        self._states = StateTransfer(self._slices, find=lambda number: self._hosting.find(number)[1])
+        self._seeding = Seeding(self._slices)
+        self._values = Values(self._hosting)
         self._endpoints: set[Endpoint] = set()
-        self._leaving: set[Endpoint] = set()  # of workers that have said so
+        self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
-        self._saving, self._loading = Saving(log), Loading(self._hosting, self._drain)
-        self._gate: SnapshotGate | None = None
+        self._saving, self._loading = Saving(log), Loading(self._hosting)
+        self._barrier: SnapshotBarrierService | None = None
         self._rare = self._rare_handlers()
 
     @property
@@ -138,9 +135,9 @@ class Server:
         self._hosting.name = name
 
     def form(self, joined: Joined) -> None:
-        """The job is whole: from now on commits can be taken."""
+        """The job is formed: commits are accepted from now on."""
         config = joined.config
-        # Who comes late is told with its first slices how things stand.
+        # A server that joins late learns the clocks with its first slices.
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
@@ -170,7 +167,7 @@ class Server:
         )
         self._saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
-        self._gate = SnapshotGate(self.name, commits, mark=self._saving.mark, log=self._log)
+        self._barrier = SnapshotBarrierService(self.name, commits, mark=self._saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
         self._pulls.backups = self._hosting.backups if config.is_ring else None
@@ -179,8 +176,8 @@ class Server:
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:
-        """The coordinator tells who there is; told twice at a time, the older one may come last."""
-        with self._pulls.state_lock:  # none comes in the middle of a change
+        """Applies a roster. Of two concurrent ones the older may arrive last."""
+        with self._pulls.state_lock:  # none may arrive during a reconfiguration
             if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
                 return
             self._heard = roster.generation
@@ -209,12 +206,8 @@ class Server:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._commits
 
-    def _drain(self, slot: HostedSlice) -> None:
-        for work in slot.drain():
-            work.slice_done()
-
     def _moved(self, number: int) -> SynclineError | None:
-        """Why a slice that there is, is not here."""
+        """Why an existing slice is not here."""
         moved = self._commits.moved if self._commits is not None else 0
         if not moved or not self._hosting.knows(number):
             return None
@@ -222,17 +215,17 @@ class Server:
 
     # -- what the endpoint calls --------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Stage):
-            return self.commits.landing(peer, message)
+            return self.commits.buffers_for(peer, message)
         if isinstance(message, Replicate | Seed):
-            return self._hosting.backups.landing(peer, message)
+            return self._hosting.backups.buffers_for(peer, message)
         if isinstance(message, HostSum | WholeSum):
-            return landing_of_sum(self._ring, peer, message)
+            return buffers_for_sum(self._ring, peer, message)
         if isinstance(message, Upload | Restore):
-            return self._values.landing(peer, message, self.commits)
+            return self._values.buffers_for(peer, message, self.commits)
         if isinstance(message, LoadState):
-            return self._states.landing(message)
+            return self._states.buffers_for(message)
         raise FrameError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:
@@ -267,7 +260,7 @@ class Server:
             Leave: self._leave,
             **commit_handlers(lambda: self.commits),
             AskWhy: self._why,
-            **uses_handlers(lambda: self.commits, self._slices, self._hosting.backups),
+            **ack_handlers(lambda: self.commits, self._slices, self._hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
@@ -295,10 +288,10 @@ class Server:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
 
-    def _cut(self) -> SnapshotGate:
-        if self._gate is None:
+    def _cut(self) -> SnapshotBarrierService:
+        if self._barrier is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
-        return self._gate
+        return self._barrier
 
     def _changes(self) -> ServerReconfiguration:
         if self._generations is None:
@@ -317,18 +310,18 @@ class Server:
             self._commits.lost((endpoint.peer.name, endpoint.peer.incarnation))
         if reason == BROKEN_OFF:
             if endpoint.peer not in left:
-                self._log(f"{endpoint.peer} is gone: {reason}")  # once, for all its connections
+                self._log(f"{endpoint.peer} is gone: {reason}")  # logged once for all its connections
         elif reason not in ("closed", "the other side closed the connection"):
             self._log(f"{endpoint.peer}: {reason}")
 
     # -- hosting ------------------------------------------------------------------------------------------
 
     def _host(self, request: Request, message: Host) -> None:
-        with self._host_lock:  # asked again over another connection, it finds what was made for the first time
+        with self._host_lock:  # a repeated request finds the slices made by the first
             made = self._hosting.make_room(message)
             with self.commits.state_lock:
-                # Between two commits: the new slices begin where every worker stands now. Who has never committed
-                # here, or not since there was nothing to commit to, is taken as it comes.
+                # Between two commits: new slices begin at every worker's current clock. Workers that have not
+                # committed here since there were slices are accepted at any clock.
                 known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
                 if self._hosting.host(message.segment, made):
                     for slot in made.values():
@@ -367,7 +360,7 @@ class Server:
     # -- numbers ------------------------------------------------------------------------------------------
 
     def beat(self) -> Heartbeat:
-        """A sign of life, with who waits here for whom."""
+        """A heartbeat with current waits."""
         if self._commits is None:
             return Heartbeat()
         return beat_of(self._commits, list(self._slices.values()))
@@ -386,8 +379,8 @@ class Server:
             endpoint.close()
         if self._generations is not None:
             self._generations.close()
-        if self._gate is not None:
-            self._gate.end()
+        if self._barrier is not None:
+            self._barrier.end()
         self._saving.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""A hosted slice: its bytes, its state, its rules, its lock, and the rounds that wait to be applied to it."""
+"""A hosted slice: bytes, state, rules, lock, and the queue of rounds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_range
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.net.transport import buffer_of
-from syncline.server.replicate import Partner, Region, Replica, Update, region_of, update_of
+from syncline.server.reliable_send import Partner
+from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
 from syncline.server.storage import SliceStorage
-from syncline.server.tasks import Progress, SliceTask, StagedCommit, late_of, uses_of
+from syncline.server.tasks import Progress, SliceTask, StagedCommit, acks_of, late_of
 
 Bytes = npt.NDArray[np.uint8]
-#: Memory of snapshots that a slice keeps for the next ones.
+#: Snapshot buffers that a slice keeps for reuse.
 MOST_SPARE = 2
 
 
 class Snapshot:
-    """One version of a slice, copied once for several answers. Its memory is used again when all have been sent."""
+    """One version of a slice, copied once for several replies. The buffer is reused when all are sent."""
 
     def __init__(self, slot: HostedSlice, num_users: int) -> None:
         self._slot, self._num_users = slot, num_users
@@ -41,7 +42,7 @@ class Snapshot:
         self.version = slot.copy_locked(self.buffer)
 
     def sent(self) -> None:
-        """By one of its users."""
+        """One reply has sent it."""
         with self._lock:
             self._num_users -= 1
             last = self._num_users == 0
@@ -50,10 +51,11 @@ class Snapshot:
 
 
 class HostedSlice:
-    """One slice at its server. All methods that change it hold its lock; nothing is sent under it.
+    """One slice at its server. Methods that change it hold its lock; nothing is sent under it.
 
-    With backups (`replicas`), an update goes there first: it is *in flight* until all have acknowledged it, and
-    applied here after that; in a ring, when all have voted for its round. One is in flight at a time.
+    With backups (`replicas`), an update is sent first. It is *in flight* until all backups have acknowledged it (in a
+    ring, until all servers have voted for its round), then it is applied here. Only one update is in flight at a
+    time.
     """
 
     def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
@@ -63,16 +65,17 @@ class HostedSlice:
         self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
-        self.copied: dict[str, int] | None = None  # from a worker's copy, with these clocks: what else was is gone
-        self.spare: list[Bytes] = []  # memory of snapshots that were sent
-        self._encoded: tuple[int, Encoded] | None = None  # a version, for those who are sent it
+        # restored from a worker's copy with these clocks; later updates are lost
+        self.copied: dict[str, int] | None = None
+        self.spare: list[Bytes] = []  # buffers of sent snapshots
+        self._encoded: tuple[int, Encoded] | None = None  # version and data, shared by replies
         self.queue: collections.deque[SliceTask] = collections.deque()
         self.replicas: list[Replica] = []
         self._own_region: Region | None = None
         self.in_flight: Update | None = None
-        self.is_sending = False  # by a thread that looks for the acknowledgement when it has sent
-        self.is_spread = False  # in a ring: backups sum up rounds for themselves
-        self.sum_coder: SliceCoder | None = None  # in a ring: by which others are sent sums
+        self.is_sending = False  # the sending thread itself will check for the acknowledgement
+        self.is_spread = False  # in a ring: backups compute their own sums
+        self.sum_coder: SliceCoder | None = None  # in a ring: encodes sums for other servers
         self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
         self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
         self.num_updates, self.apply_seconds = 0, 0.0
@@ -81,12 +84,12 @@ class HostedSlice:
 
     @property
     def memory(self) -> Bytes:
-        """Its bytes, as workers map them."""
+        """Its bytes, as mapped by workers."""
         self.home.refresh(self.rules.flat, self.rules.host)
         return self._memory
 
     def shown(self) -> int:
-        """Its version: whoever maps its memory finds that there, or a newer one."""
+        """Its published version: mapped memory holds this version or a newer one."""
         if self.home.is_lazy:
             with self.lock:
                 self.home.refresh(self.rules.flat, self.rules.host)
@@ -99,8 +102,13 @@ class HostedSlice:
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
-    def drain(self) -> list[SliceTask]:
-        """Applies what waits, in order, unless a reader has pinned the slice; returns what is done."""
+    def drain(self) -> None:
+        """Applies the tasks that wait, in order, unless a reader has pinned the slice. Called without its lock."""
+        for work in self._apply_queued():
+            work.slice_done()
+
+    def _apply_queued(self) -> list[SliceTask]:
+        """Returns the tasks that are done with this slice."""
         done: list[SliceTask] = []
         with self.lock:
             if not self.replicas and self.in_flight is None:
@@ -112,7 +120,7 @@ class HostedSlice:
         return done + self._drain_with_backups()
 
     def _is_voted_on(self) -> bool:
-        """In a ring: whether what comes next waits for votes."""
+        """In a ring: whether the next task waits for votes."""
         return bool(self.queue) and self.queue[0].waits_for_votes
 
     def _apply_alone(self, work: SliceTask) -> SliceTask:
@@ -120,7 +128,7 @@ class HostedSlice:
             with self.home.at_work():
                 commits = self._admitted(work)
                 self._take_in(work, commits, self._gradients_of(work, commits), self._scale_of(work, commits))
-        except Exception as error:  # whoever waits must hear of it, whatever it is
+        except Exception as error:  # callers must get an error, whatever it is
             work.error = work.error or error
         return work
 
@@ -137,15 +145,16 @@ class HostedSlice:
                 return done
             self.is_sending = True
             try:
-                for parcel in update.parcels:
-                    parcel.send()
+                for send in update.sends:
+                    send.send()
             finally:
-                # Whoever brings the acknowledgement sees this, or this thread sees the acknowledgement.
+                # Either the acknowledging thread sees this flag, or this thread sees the acknowledgement.
                 self.is_sending = False
 
     def _advance(self, done: list[SliceTask], held: list[SliceTask]) -> Update | None:
-        """Under the lock: what is acknowledged is applied; the next update, which is to be sent, if there is one.
-        `held`: in a ring, rounds that all have here, and that wait for votes."""
+        """Under the lock: applies the acknowledged update and returns the next one to send, if any. `held`: in a
+        ring, rounds that are held by all and wait for votes.
+        """
         while not self.state.pins:
             update = self.in_flight
             if update is not None:
@@ -175,9 +184,9 @@ class HostedSlice:
                     work.error = work.error or error
                     done.append(work)
                     continue
-                if made.parcels or work.waits_for_votes:
+                if made.sends or work.waits_for_votes:
                     self.in_flight = made
-                    if made.parcels:
+                    if made.sends:
                         return made
                 else:
                     self._finish(made)
@@ -185,7 +194,7 @@ class HostedSlice:
         return None
 
     def _finish(self, update: Update) -> None:
-        """The backups have it: the same numbers, from where they lie for all, are applied here."""
+        """The backups have the update: applies the same numbers here."""
         try:
             for replica in self.replicas:
                 if replica.is_seeding:
@@ -197,7 +206,7 @@ class HostedSlice:
             update.work.error = update.work.error or error
 
     def _tell_of(self, done: Sequence[SliceTask]) -> None:
-        """Under the lock: whoever wants this slice's bytes has them copied now; several share one copy."""
+        """Under the lock: copies the slice for the replies that want its bytes. They share one copy."""
         answers: list[Progress] = [answer for work in done for answer in work.answers()]
         if not answers:
             return
@@ -209,18 +218,18 @@ class HostedSlice:
             answer.applied(self, snapshot=snapshot if answer.copies else None, locked=True)
 
     def _admitted(self, work: SliceTask) -> list[Commit[StagedCommit]]:
-        """The commits of a round that are not in this slice yet."""
+        """The commits of a round that this slice lacks."""
         return [commit for commit in work.commits if self._admits(commit)]
 
     def _admits(self, commit: Commit[StagedCommit]) -> bool:
         worker = (commit.worker, commit.item.incarnation)
         if commit.item.is_fenced and self.state.is_fenced(worker):
-            # Committed before the fence, which did not wait for its round; a later one has its clock forgotten.
+            # Committed before the fence, which did not wait for this round.
             return commit.clock > self.state.clocks.get(worker, 0)
         return self.state.admit(worker, commit.clock) == "new"
 
     def admitted(self, work: SliceTask) -> tuple[list[Commit[StagedCommit]], float]:
-        """Under the lock: the commits of a round that are not in this slice yet, and what their gradient counts."""
+        """Under the lock: the commits of a round that this slice lacks, and the factor on their gradient."""
         commits = self._admitted(work)
         return commits, self._scale_of(work, commits)
 
@@ -231,7 +240,7 @@ class HostedSlice:
         return self.gradients(commits, work, into) if has_any else []
 
     def _scale_of(self, work: SliceTask, commits: Sequence[Commit[StagedCommit]]) -> float:
-        """Found out once: its worker may pull while the backup applies the same."""
+        """Computed once: the worker may pull while the backup applies the update."""
         return work.scale_for(max((self.state.staleness(c.worker) for c in commits), default=0))
 
     def _take_in(
@@ -247,8 +256,8 @@ class HostedSlice:
                 self._measure(self.state.staleness(commit.worker))
             self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
         clocks = [((c.worker, c.item.incarnation), c.clock) for c in commits]
-        uses, late = (uses_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
-        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, uses, late, work.fences)
+        acks, late = (acks_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
+        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, acks, late, work.fences)
         self.apply_seconds += time.perf_counter() - began
         if faults.armed is not None:
             faults.reach("slice.applied")
@@ -259,8 +268,8 @@ class HostedSlice:
         overrides: Mapping[int, Mapping[str, Option]],
         scale: float,
         clocks: list[tuple[Identity, int]],
-        uses: Sequence[Use],
-        late: Sequence[Use],
+        acks: Sequence[LeaseAck],
+        late: Sequence[LeaseAck],
         fences: Iterable[Identity],
     ) -> None:
         """Under the lock: applies one update, on the primary and on its backups alike."""
@@ -271,12 +280,12 @@ class HostedSlice:
             try:
                 self.rules.apply(gradients, overrides, scale)
             finally:
-                # Whatever a rule that raised has left behind is another version too.
+                # A rule that raised may have changed the slice: this is a new version.
                 state.applied([], True)
                 state.writing = False
         state.applied(clocks, False)
-        if uses or late:
-            state.used(uses, late)
+        if acks or late:
+            state.used(acks, late)
         for worker in fences:
             state.fence(worker)
         self.num_updates += changed
@@ -289,8 +298,7 @@ class HostedSlice:
     def gradients(
         self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: torch.Tensor | None = None
     ) -> list[torch.Tensor | None]:
-        """The round's gradient for each piece of this slice. Outside of rounds weights do not count. `into`: where
-        it is to be in the end."""
+        """The round's gradient for each piece. Weights count only in rounds. `into`: memory for the result."""
         if work.sums is not None:
             return work.sums.gradients(self)
         sources: list[Source] = []
@@ -305,7 +313,7 @@ class HostedSlice:
         return self.rules.reduced(sources, work.weight, into)
 
     def has(self, pushed: Ranges) -> Sequence[bool]:
-        """Which pieces of this slice are pushed; the same as last time, mostly."""
+        """Which pieces of this slice are pushed; cached."""
         known = self._last_has
         if known[0] != pushed:
             if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
@@ -326,7 +334,7 @@ class HostedSlice:
     # -- its backups --------------------------------------------------------------------------------------
 
     def own_region(self) -> Region:
-        """For an update that no backup is to have."""
+        """Memory for an update that is not replicated."""
         if self._own_region is None:
             self._own_region = Region(np.zeros(self.part.num_bytes, np.uint8), self.part.dtype)
         return self._own_region
@@ -335,59 +343,60 @@ class HostedSlice:
         return next((replica for replica in self.replicas if replica.partner.name == server), None)
 
     def stand_alone(self, partner: Partner | None = None) -> None:
-        """It has no backup there any more, or nowhere: what was on its way counts without. To be drained."""
+        """Removes the backup on `partner`, or all. Updates in flight no longer wait for it. Drain afterwards."""
         with self.lock:
             update = self.in_flight
-            for parcel in update.parcels if update is not None else ():
-                parcel.is_acknowledged |= partner in (None, parcel.replica.partner)
+            for send in update.sends if update is not None else ():
+                if partner in (None, send.partner):
+                    send.take_back()
             self.replicas = [r for r in self.replicas if partner is not None and r.partner is not partner]
 
     def renew_backups(self) -> None:
-        """Under the lock, to be drained after it: all of the slice goes over once more."""
+        """Under the lock: sends the whole slice to its backups again. Drain afterwards."""
         for replica in self.replicas:
             replica.renew(self)
 
     def summed(self, work: SliceTask, region: Region) -> Update:
-        """In a ring, under the lock of a copy: a round's sum, made here."""
+        """In a ring, under the lock of a copy: adds a sum computed here."""
         commits = self._admitted(work)
         has = self.rules.lay_down(self._gradients_of(work, commits, region.flat), region.flat)
         return Update(work, commits, region, has, self._scale_of(work, commits))
 
     def is_summing(self, work: SliceTask) -> bool:
-        """In a ring: whether this round's sum is there, and not applied yet."""
+        """In a ring: whether this round's sum is here and not applied yet."""
         with self.lock:
             return self.in_flight is not None and self.in_flight.work is work
 
     def count_on_nobody(self) -> None:
-        """Whatever is in flight is acknowledged by whoever is left. To be drained after this."""
+        """Updates in flight no longer wait for acknowledgements. Drain afterwards."""
         with self.lock:
-            for parcel in self.in_flight.parcels if self.in_flight is not None else ():
-                parcel.is_acknowledged = True
+            for send in self.in_flight.sends if self.in_flight is not None else ():
+                send.take_back()
 
     def drop(self, works: Collection[SliceTask]) -> None:
-        """In a ring: these rounds count nowhere, and are made again."""
+        """In a ring: drops these rounds; workers replay them."""
         with self.lock:
             self.queue = collections.deque(work for work in self.queue if work not in works)
             update = self.in_flight
             if update is not None and update.work in works:
                 self.in_flight = None
-                for parcel in update.parcels:
-                    parcel.is_acknowledged = True
+                for send in update.sends:
+                    send.take_back()
 
     # -- readers ------------------------------------------------------------------------------------------
 
     def copy_into(self, target: memoryview) -> int:
-        """A whole, untorn copy; returns its version."""
+        """Makes a consistent copy; returns its version."""
         with self.lock:
             return self.copy_locked(target)
 
     def copy_locked(self, target: memoryview) -> int:
-        """The same for a caller that holds the lock."""
+        """Like `copy_into`, for a caller that holds the lock."""
         target[:] = buffer_of(self.memory)
         return self.state.version
 
     def encoded(self, coder: SliceCoder, *, locked: bool) -> tuple[int, Encoded]:
-        """The slice as it is now, encoded, and its version; once for all who are sent the same."""
+        """The encoded slice and its version; encoded once per version."""
         with contextlib.nullcontext() if locked else self.lock:
             known = self._encoded
             if known is None or known[0] != self.state.version:
@@ -419,7 +428,7 @@ class RoundSums:
         return found[0] if found is not None else None
 
     def has(self, slot: HostedSlice) -> list[int]:
-        """The pieces of a slice that anybody has pushed."""
+        """The pieces of a slice that any worker has pushed."""
         found = self._found.get(slot.part.id)
         return found[1] if found is not None else []
 

@@ -1,4 +1,4 @@
-"""Where the bytes of workers wait: in their own shared arenas, or in buffers that sockets fill; encoded or not."""
+"""Staged gradients of workers, in shared arenas or in receive buffers, encoded or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from syncline.server.slices import HostedSlice
 
 
 class Decoding:
-    """Of all workers' pushes. What is not for here, or not to be taken, is read all the same and goes nowhere."""
+    """Receives and decodes pushes. Payloads that this server does not need are read and discarded."""
 
     def __init__(
         self,
@@ -35,12 +35,11 @@ class Decoding:
     ) -> None:
         self._slices, self._staging, self._find, self._is_taken = slices, staging, find, is_taken
         self.coder: SliceCoder | None = None  # with --codec
-        # with a process group, or a hierarchical reducer in this generation: also for slices whose primaries are
-        # elsewhere
+        # With a process group or a hierarchical reducer: also accept slices whose primary is on another server.
         self.takes_all = False
 
-    def landing(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
-        """Memory for the bytes behind this message; none is allocated for sizes that cannot be."""
+    def buffers_for(self, peer: Peer, message: Stage) -> Sequence[Buffer]:
+        """Returns the receive buffers for a push. Invalid sizes are refused before anything is allocated."""
         found: list[Buffer] = []
         for number, sizes in zip(message.slices, self._sizes(peer, message), strict=True):
             if sizes:
@@ -58,7 +57,7 @@ class Decoding:
         return self._staging.buffer((peer.name, peer.incarnation), message.slot, self._find(number)[1])
 
     def _sizes(self, peer: Peer, message: Stage) -> Sequence[Sequence[int]]:
-        """Of the pieces of each slice; none: it comes as it lies."""
+        """The sizes of the pieces of each slice; empty for a slice that is not encoded."""
         if not message.codec:
             return [()] * len(message.slices)
         if self.coder is None or message.codec != self.coder.codec.name:
@@ -69,7 +68,7 @@ class Decoding:
         return message.sizes
 
     def decode(self, request: Request, message: Stage) -> bool:
-        """What has come encoded. False, and the connection is closed, where it is none."""
+        """Decodes an encoded push. Closes the connection and returns False if the data is invalid."""
         try:
             self._decode(request, message)
         except FrameError as error:
@@ -84,7 +83,7 @@ class Decoding:
         buffers = iter(request.payload)
         for number, sizes in zip(message.slices, all_sizes, strict=True):
             if not sizes:
-                next(buffers)  # it lies where it belongs
+                next(buffers)  # already in its buffer
                 continue
             assert self.coder is not None
             came = [np.frombuffer(next(buffers), np.uint8) for size in sizes if size > 0]
@@ -95,7 +94,7 @@ class Decoding:
 
 
 def check_stage(peer: Peer, message: Stage, segments: Mapping[int, Segment]) -> None:
-    """What a worker says of a commit, before anything is made of it."""
+    """Validates a worker's commit message."""
     if not (math.isfinite(message.weight) and message.weight >= 0):
         raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
     if not 0 <= message.slot < 1 << 10:
@@ -112,7 +111,7 @@ def check_stage(peer: Peer, message: Stage, segments: Mapping[int, Segment]) -> 
 
 
 def _check_override(peer: Peer, known: Segment | None, segment: int, group: int, options: dict[str, Option]) -> None:
-    """Hyperparameters that travel with a commit are held to the same rules as registered ones."""
+    """Validates hyperparameters that travel with a commit like registered ones."""
     if known is not None:
         if not 0 <= group < len(known.rules):
             raise ProtocolError(f"{peer} names rule {group} of segment {segment}")
@@ -120,25 +119,26 @@ def _check_override(peer: Peer, known: Segment | None, segment: int, group: int,
 
 
 class Staging:
-    """The staged bytes of all workers, by worker, slot and slice. A worker that came back is another one.
+    """Staged bytes by worker, slot and slice. A restarted worker has a new identity.
 
-    Workers bring their arenas while others' bytes are added up, each in a thread of its own.
+    Workers attach their arenas from their own connection threads, while other threads add gradients up.
     """
 
     def __init__(
-        self, release: Callable[[Bytes], None] = lambda array: None, hatch: DeviceChannel | None = None
+        self, release: Callable[[Bytes], None] = lambda array: None, device_channel: DeviceChannel | None = None
     ) -> None:
-        """`device channel`: to the worker of this process."""
-        self._release, self._hatch = release, hatch
+        """`device_channel`: connects to the worker in this process."""
+        self._release, self._device_channel = release, device_channel
         self.copies = Copies()
-        self._lock = threading.Lock()  # for all tables but `_handed`; what is known is found without it
+        self._lock = threading.Lock()  # guards all tables except `_handed`; lookups of existing entries need no lock
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
-        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by slice: what it is of, and itself
+        # by slice: the source tensor and the view of it
+        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
-        """In the place of the one before it: a worker that has reached us again brings its arena again."""
+        """Attaches a worker's arena. Replaces the earlier one when the worker has reconnected."""
         with self._lock:
             before = self._arenas.get((worker, segment, slot))
             self._arenas[worker, segment, slot] = arena
@@ -148,24 +148,25 @@ class Staging:
             self._let_go(before)
 
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
-        is_handed = self._hatch is not None and part.segment in self._hatch.segments
+        is_handed = self._device_channel is not None and part.segment in self._device_channel.segments
         return is_handed or (worker, part.segment, slot) in self._arenas
 
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
-        """Where a socket puts a slice's bytes; made once, used again for every clock of this slot."""
+        """The receive buffer of a slice, reused for every clock of this slot."""
         key = (worker, slot, part.id)
         with self._lock:
             array = self._buffers.get(key)
             if array is None:
-                array = self._buffers[key] = np.zeros(part.num_bytes, np.uint8)  # of an encoding, not all is written
+                # zeros: an encoding may not write every byte
+                array = self._buffers[key] = np.zeros(part.num_bytes, np.uint8)
         return buffer_of(array)
 
     def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
-        """The staged bytes of one slice, as numbers, where they lie."""
-        handed = self._hatch.gradients(part.segment) if self._hatch is not None else None
+        """A tensor view of the staged bytes of one slice."""
+        handed = self._device_channel.gradients(part.segment) if self._device_channel is not None else None
         if handed is not None:
             if handed.event is not None:
-                handed.event.wait()  # the caller's stream does
+                handed.event.wait()  # orders the caller's stream; does not block
             return self._handed_slice(handed.data, part)
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
@@ -183,7 +184,7 @@ class Staging:
         return made
 
     def _handed_slice(self, data: torch.Tensor, part: Slice) -> torch.Tensor:
-        """It lies where it lies, mostly: the same tensor again."""
+        """The view of a slice in a handed-over tensor; cached while the tensor stays the same."""
         known = self._handed.get(part.id)
         if known is None or known[0] is not data:
             view = data[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
@@ -191,7 +192,7 @@ class Staging:
         return known[1]
 
     def forget_worker(self, worker: Identity) -> None:
-        """Nothing of this worker is needed any more."""
+        """Frees everything of this worker."""
         with self._lock:
             for table in (self._tensors, self._buffers):
                 for key in [k for k in table if k[0] == worker]:
@@ -201,7 +202,7 @@ class Staging:
             self._let_go(arena)
 
     def keep_only(self, slices: Container[int]) -> None:
-        """Others are not here any more; but for those of which there are copies."""
+        """Drops the data of all other slices, except those that have copies here."""
         with self._lock:
             for table in (self._tensors, self._buffers):
                 for key in [k for k in table if k[2] not in slices and k[2] not in self.copies.numbers]:

@@ -1,4 +1,4 @@
-"""The rules' state, given out and taken in: what `state_dict` and `load_state_dict` travel by."""
+"""Reads and writes rule state, for `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,8 @@ def check_entry(entry: StateEntry, part: Slice) -> None:
 class StateTransfer:
     """Reads and writes the state of hosted slices."""
 
-    def __init__(
-        self,
-        slices: dict[int, HostedSlice],
-        *,
-        find: Callable[[int], Slice],
-        drain: Callable[[HostedSlice], None],
-    ) -> None:
-        self._slices, self._find, self._drain = slices, find, drain
+    def __init__(self, slices: dict[int, HostedSlice], *, find: Callable[[int], Slice]) -> None:
+        self._slices, self._find = slices, find
 
     def _slot(self, number: int) -> HostedSlice:
         slot = self._slices.get(number)
@@ -56,7 +50,7 @@ class StateTransfer:
                     buffers.append(buffer_of(flat.numpy()))
         request.reply(GivenState(entries), buffers, sum(map(len, buffers)))
 
-    def landing(self, message: LoadState) -> Sequence[Buffer]:
+    def buffers_for(self, message: LoadState) -> Sequence[Buffer]:
         for entry in message.entries:
             check_entry(entry, self._find(entry.slice))
         return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]
@@ -78,7 +72,7 @@ class StateTransfer:
         self._when_backed(with_backup, lambda: request.reply(Done()))
 
     def _when_backed(self, slots: Sequence[HostedSlice], then: Callable[[], None]) -> None:
-        """Backups get it too, all of the slice once more, before anything else follows."""
+        """Sends the changed slices to their backups, then calls `then`."""
         if not slots:
             then()
             return
@@ -89,4 +83,4 @@ class StateTransfer:
                     replica.needs_seed = True
                 slot.queue.append(work)
         for slot in slots:
-            self._drain(slot)
+            slot.drain()

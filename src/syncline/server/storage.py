@@ -1,4 +1,4 @@
-"""Where slices live: in blocks of memory that workers map, or on a GPU with host memory as its copy."""
+"""Where slices are stored: in memory blocks that workers map, or on a GPU with a copy in host memory."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Block:
-    """Some memory, and who needs it."""
+    """Memory and its users."""
 
     def __init__(self, memory: Memory, num_bytes: int) -> None:
         self.memory, self.num_bytes = memory, num_bytes
         self.slices: set[int] = set()
-        self.is_kept = True  # by whoever made it: more slices may come
+        self.is_kept = True  # its maker may add slices
 
 
 class Blocks:
-    """Numbered blocks, made for slices and gone with the last of them."""
+    """Numbered blocks of slices; each is freed with its last slice."""
 
     def __init__(
         self, create_memory: Callable[[int], Memory], home: SliceStorage, log: Callable[[str], None]
     ) -> None:
         self._create_memory, self._home, self._log = create_memory, home, log
         self._blocks: dict[int, _Block] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # slice: block, offset
+        self._places: dict[int, tuple[int, int]] = {}  # slice -> block, offset
         self._next = 0
         self._lock = threading.Lock()
 
     def make(self, num_bytes: int) -> int:
-        """A new block, kept until `let_go`, and after that as long as a slice lies in it."""
+        """Allocates a block. It is kept until `let_go`, then as long as a slice lies in it."""
         memory = self._reserve(num_bytes)
         self._home.adopt(memory.array)
         with self._lock:
@@ -79,13 +79,13 @@ class Blocks:
             return view
 
     def let_go(self, number: int) -> None:
-        """No more slices will come into this block."""
+        """No more slices will be added to this block."""
         with self._lock:
             self._blocks[number].is_kept = False
             self._close_if_empty(number)
 
     def drop(self, slices: Iterable[int]) -> None:
-        """These slices do not lie here any more."""
+        """Removes these slices."""
         with self._lock:
             for number in slices:
                 self._leave(number)
@@ -101,7 +101,7 @@ class Blocks:
         if not block.slices and not block.is_kept:
             del self._blocks[number]
             self._home.release(block.memory.array)
-            block.memory.close()  # whoever has mapped it keeps it
+            block.memory.close()  # processes that have mapped it keep it
 
     # -- what workers ask ---------------------------------------------------------------------------------
 
@@ -128,26 +128,26 @@ class Blocks:
             block.memory.close()
 
 
-#: cudaHostRegisterReadOnly: for memory that is mapped without the right to write.
+#: cudaHostRegisterReadOnly: for read-only mappings.
 _READ_ONLY = 8
 _REGISTERED_ALREADY = 712
-#: Below this, memory that could not be registered is nothing to speak of.
+#: Below this size a failed registration is not reported.
 _WORTH_A_WORD = 1 << 20
 
 
 class RegisteredMemory:
-    """Memory that was registered with the GPU's driver, until this object goes."""
+    """Host memory registered with the GPU driver, for the lifetime of this object."""
 
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
         self._device, self._say = device, say
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Bytes]] = {}
         self._addresses: list[int] = []
-        # What is mapped stays mapped until it is unregistered: the arrays go after this has run.
+        # The finalizer keeps the arrays alive until they are unregistered.
         self.close = weakref.finalize(self, _unregister, device, self._addresses, self._known)
-        self.close.atexit = False  # the driver lets go of everything by itself then, maybe before us
+        self.close.atexit = False  # at exit the driver frees everything itself, possibly before us
 
     def tensor(self, array: Bytes) -> torch.Tensor:
-        """The same bytes as a tensor; registered when it comes for the first time, and kept alive."""
+        """The array as a tensor. Registers its memory on first use and keeps it alive."""
         key = (array.ctypes.data, array.nbytes)
         if key not in self._known:
             self._register(array)
@@ -155,7 +155,7 @@ class RegisteredMemory:
         return self._known[key][0]
 
     def release(self, array: Bytes) -> None:
-        """This memory is to go before this object does."""
+        """Unregisters this memory early."""
         address = array.ctypes.data
         if self._known.pop((address, array.nbytes), None) is not None and address in self._addresses:
             self._addresses.remove(address)
@@ -169,7 +169,7 @@ class RegisteredMemory:
                 _forget_error(self._device)
             else:
                 self._addresses.append(array.ctypes.data)
-        # In one process a server and its worker share memory: whoever comes second finds it registered.
+        # In one process a server and its worker share memory, which may be registered already.
         if code not in (0, _REGISTERED_ALREADY) and array.nbytes >= _WORTH_A_WORD:
             self._say(f"memory could not be registered with the GPU (CUDA error {code}): copies are slower")
 
@@ -182,16 +182,16 @@ def _unregister(device: torch.device, addresses: list[int], known: dict[Any, Any
 
 
 def _forget_error(device: torch.device) -> None:
-    """The runtime remembers a failed call; the next check of torch raises it, and it is forgotten."""
+    """Clears a failed call from the CUDA runtime; otherwise torch's next check raises it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def bytes_at(array: Bytes) -> torch.Tensor:
-    """A tensor over the memory of an array, which must outlive it; also of one that may not be written."""
+    """A tensor over an array's memory, which must outlive it. Read-only arrays are allowed."""
     if array.flags.writeable:
         return torch.from_numpy(array)
-    # from_numpy warns of read-only arrays; nobody writes through this one.
+    # from_numpy warns about read-only arrays; nothing is written through this tensor.
     return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)
 
 
@@ -199,20 +199,20 @@ _NOTHING = contextlib.nullcontext()
 
 
 class SliceStorage:
-    """Slices in host memory: rules run where the bytes lie."""
+    """Slices in host memory: rules compute in place."""
 
-    hatch: DeviceChannel | None = None  #: to the worker of this process
-    is_lazy = False  #: whether host memory may be older than what rules have come to
-    decay = 0.0  #: of the average that is kept of parameters; 0: none is
+    device_channel: DeviceChannel | None = None  #: to the worker of this process
+    is_lazy = False  #: whether host memory may be older than the rules' values
+    decay = 0.0  #: of the running average; 0: no average
 
     def adopt(self, memory: Bytes) -> None:
-        """This memory holds slices, or arenas with gradients for them."""
+        """Prepares memory that holds slices or gradients."""
 
     def release(self, memory: Bytes) -> None:
-        """It is not used any more."""
+        """The memory is no longer used."""
 
     def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
-        """The tensor that rules work on, for a slice that lies here in host memory."""
+        """The tensor that rules update, for a slice in host memory."""
         return host
 
     def bring(self, staged: torch.Tensor) -> torch.Tensor:
@@ -220,27 +220,27 @@ class SliceStorage:
         return staged
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Around everything that one thread does with a slice."""
+        """Context for everything that one thread does with a slice."""
         return _NOTHING
 
     def load(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
-        """The host memory was written: rules begin with what is there."""
+        """Host memory was written: loads the rules' values from it."""
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
-        """Workers read the host memory: it holds the new numbers when this returns."""
+        """Copies new values to host memory before it returns."""
 
     def refresh(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
-        """Somebody reads the host memory: it holds what rules have come to."""
+        """Brings host memory up to date for a reader."""
 
     def settle(self) -> None:
-        """What this thread has begun is done when this returns."""
+        """Waits for the work that this thread has started."""
 
     def close(self) -> None:
-        """Lets go of the memory that was adopted."""
+        """Releases the prepared memory."""
 
 
 class DeviceStorage(SliceStorage):
-    """Slices on a GPU. Every thread works on a stream of its own; what workers read is complete when it is told."""
+    """Slices on a GPU. Every thread has its own stream. Host memory is complete before workers are told."""
 
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
         self._device = device
@@ -280,7 +280,7 @@ class DeviceStorage(SliceStorage):
 
 
 def home_of(name: str, say: Callable[[str], None]) -> SliceStorage:
-    """The home that `--server-device` names; a ConfigError where there is no such device."""
+    """The storage for `--server-device`; a ConfigError if the device does not exist."""
     if name == "cpu":
         return SliceStorage()
     index = int(name.partition(":")[2] or 0)

@@ -15,7 +15,7 @@ from syncline.core.ring import Ballot
 from syncline.core.rounds import Commit, RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncline.server.slices import HostedSlice, RoundSums, Snapshot
 
 
-#: Name, incarnation and clock: one commit, and no other that there will ever be.
+#: Name, incarnation and clock identify one commit for ever.
 Key = tuple[str, int, int]
 
 
@@ -72,38 +72,39 @@ class RingRounds(Protocol):
 
 
 class Progress(Protocol):
-    """Hears of slices as they are applied, and how it ended."""
+    """Receives slices as they are applied, and the end of the round."""
 
     def count(self, num_bytes: int) -> None:
-        """So much was copied for it, and for others."""
+        """Counts bytes that were copied for this reply."""
 
     @property
     def copies(self) -> bool:
-        """Whether it sends copies of slices, since others may write them meanwhile."""
+        """Whether it sends copies of slices, because other rounds may write them meanwhile."""
 
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
-        """This slice is as the commit left it, or newer; `locked`: the caller holds its lock."""
+        """The slice includes this commit. `locked`: the caller holds the slice's lock."""
 
     def hear(self, item: StagedCommit, roll: RoundMembership | None) -> None:
-        """What goes with the end of the answer."""
+        """Sets what the end of the reply contains."""
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
-        """The round is applied, or ends otherwise."""
+        """The round is applied, or ended otherwise."""
 
 
 class StagedCommit:
-    """One worker's staged commit at this server: what it says, where its bytes lie, who wants the answer."""
+    """One worker's staged commit: its options, its bytes, and the pending reply."""
 
     __slots__ = (
+        "acks",
         "again",
         "answer",
         "arrays",
         "back_at",
-        "changed",
         "clip_norm",
         "clocks",
         "incarnation",
         "is_early",
+        "is_edited",
         "is_fenced",
         "is_late",
         "is_skipped",
@@ -115,7 +116,6 @@ class StagedCommit:
         "since",
         "skip",
         "slot",
-        "uses",
         "weight",
     )  # fmt: skip
 
@@ -128,29 +128,29 @@ class StagedCommit:
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
         self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
         self.is_early = False  # slices were staged before it, to be added up
-        self.changed: frozenset[int] = frozenset()  # those that are not what they were then
+        self.is_edited = False  # some of them have changed since
         self.request: Request | None = None
-        self.answer: Progress | None = None  # where the answer goes out slice by slice
-        self.again: list[StagedCommit] = []  # the same commit, said more than once: each saying is answered
-        self.clocks: dict[str, int] = {}  # that go with its answer
-        self.uses: Sequence[Use] = ()  # of leases
+        self.answer: Progress | None = None  # set if the reply goes out slice by slice
+        self.again: list[StagedCommit] = []  # repetitions of the same commit, each with its own reply
+        self.clocks: dict[str, int] = {}  # sent with the reply
+        self.acks: Sequence[LeaseAck] = ()  # of leases
         self.since = 0.0  # when it was committed
-        self.is_told = False  # what it says is known, not only bytes that went ahead
-        self.is_fenced = False  # its worker is out, and it counts all the same
-        self.is_late = False  # its round was closed before
-        self.is_skipped = False  # its round has changed nothing: an overflow
+        self.is_told = False  # the options are known, not only early bytes
+        self.is_fenced = False  # its worker was removed, and the commit still counts
+        self.is_late = False  # its round was closed before it arrived
+        self.is_skipped = False  # its round changed nothing: an overflow
 
     def void(self) -> None:
-        """It was late: nothing of it counts, but its clock advances."""
+        """The commit was late: its gradients do not count, but its clock advances."""
         self.is_late, self.skip = True, True
         self.pushed, self.clip_norm, self.overrides = (), None, []
 
     def sayings(self) -> list[StagedCommit]:
-        """Those who are to be answered: the first, and who said it again."""
+        """All requests to reply to: the first one and its repetitions."""
         return [item for item in (self, *self.again) if item.request is not None]
 
     def say_again(self, other: StagedCommit) -> None:
-        """Whoever made `other`, the same commit, is answered with this one too."""
+        """Replies to `other`, the same commit, together with this one."""
         for item in other.sayings():
             kept = StagedCommit(item.incarnation, item.phase, item.slot)
             kept.request, kept.answer = item.request, item.answer
@@ -158,22 +158,22 @@ class StagedCommit:
 
 
 Round = tuple[Commit[StagedCommit], ...]
-#: Hears of slices that a worker has staged before its commit: who, for which clock, where they lie, and which.
+#: Called for slices staged before the commit: worker, clock, commit, slices.
 StagedEarly = Callable[[Identity, int, StagedCommit, set[int]], None]
 
 
-def uses_of(commits: Iterable[Commit[StagedCommit]]) -> list[Use]:
-    """What these commits have used of leases."""
-    return [use for commit in commits if not commit.item.is_late for use in commit.item.uses]
+def acks_of(commits: Iterable[Commit[StagedCommit]]) -> list[LeaseAck]:
+    """Lease ranges consumed by commits that are not late."""
+    return [use for commit in commits if not commit.item.is_late for use in commit.item.acks]
 
 
-def late_of(commits: Iterable[Commit[StagedCommit]]) -> list[Use]:
-    """What those of these commits that were late have used of leases, and nobody has read by that."""
-    return [use for commit in commits if commit.item.is_late for use in commit.item.uses]
+def late_of(commits: Iterable[Commit[StagedCommit]]) -> list[LeaseAck]:
+    """Lease ranges consumed by late commits; they must be issued again."""
+    return [use for commit in commits if commit.item.is_late for use in commit.item.acks]
 
 
 class SliceTask:
-    """Something on its way through all slices of a server. The last slice to finish reports it."""
+    """Work for all slices of a server. The last slice to finish completes it."""
 
     commits: Round = ()
     fences: Sequence[Identity] = ()
@@ -182,23 +182,24 @@ class SliceTask:
     policy: Policy | None = None
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
-    roll: RoundMembership | None = None  # with spare workers: of the round that it is, or that its commit was late by
+    # with spare workers: the membership of this round, or of the round that the commit missed
+    roll: RoundMembership | None = None
     ballot: Ballot | None = None  # in a ring: what is voted on
     waits_for_votes = False
-    is_summed = False  # by a process group: every server comes to all sums itself
+    is_summed = False  # by a process group: every server computes all sums itself
     sums: RoundSums | None = None
-    copies: Sequence[HostedSlice] = ()  # in a ring: of others' slices, for which it is summed up here
+    copies: Sequence[HostedSlice] = ()  # in a ring: copies of other servers' slices whose sums are made here
 
     def __init__(self, slots: Sequence[HostedSlice], finished: Callable[[SliceTask], None]) -> None:
         self.slots = slots
-        self.error: Exception | None = None  # raised while it was applied
+        self.error: Exception | None = None  # raised while applying
         self.began = time.perf_counter()
         self._left = len(slots)
         self._lock = threading.Lock()
         self._finished = finished
 
     def answers(self) -> list[Progress]:
-        """Those who want to hear of slices as they are applied."""
+        """The replies that report slices as they are applied."""
         return []
 
     def slice_done(self) -> None:
@@ -210,24 +211,25 @@ class SliceTask:
 
     @property
     def has_more(self) -> bool:
-        """Whether any slice has still to take it in."""
+        """Whether any slice has yet to process it."""
         return self._left > 0
 
     def slice_held(self) -> None:
-        """In a ring: all others have what this slice is to get."""
+        """In a ring: all replicas hold the update of this slice."""
 
     def end(self) -> None:
-        """There was no slice to go through."""
+        """There are no slices to process."""
         self._finished(self)
 
     def is_beyond(self, version: int) -> bool:
-        """Whether a slice of this version has had all rounds that there are to be: a round that was begun by somebody
-        who did not know yet changes nothing."""
+        """Whether a slice of this version has reached `max_steps`. A round started by a worker that did not know yet
+        changes nothing.
+        """
         most = self.policy.most_rounds if self.policy is not None else 0
         return bool(most) and version >= most
 
     def scale_for(self, staleness: int) -> float:
-        """What its gradient counts on a slice on which it is so stale: clipped, and damped by the policy."""
+        """The factor on the gradient: clipping, and the policy's damping for this staleness."""
         return self.scale if self.policy is None else self.scale * self.policy.damping(staleness)
 
     def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
@@ -235,7 +237,7 @@ class SliceTask:
 
 
 class FenceTask(SliceTask):
-    """Nothing more of these workers; without any, a word that only makes sure that backups are up to date."""
+    """Fences these workers. With an empty list it only makes sure that backups are up to date."""
 
     def __init__(
         self, fences: Sequence[Identity], slots: Sequence[HostedSlice], finished: Callable[[SliceTask], None]
@@ -244,21 +246,22 @@ class FenceTask(SliceTask):
         self.fences = fences
 
 
-#: Of a worker's life: the generation with which it came, and its name. It never changes.
+#: The generation in which a worker came, and its name. It never changes.
 Seniority = tuple[int, tuple[str, int, str]]
 _LAST: Seniority = (1 << 62, ("", 0, ""))
 
 
 def leading(commits: Round, seniority: Mapping[Identity, Seniority]) -> Commit[StagedCommit]:
-    """Whose hyperparameters count: of those in the round the one that has been there longest. Not whoever is the
-    chief now: that may be another one when the same round comes to another server."""
+    """The commit whose hyperparameters count: that of the most senior worker in the round. The current chief is no
+    substitute, because it may differ by the time the round reaches another server.
+    """
     if len(commits) == 1:
         return commits[0]
     return min(commits, key=lambda c: seniority.get((c.worker, c.item.incarnation), _LAST))
 
 
 class RoundTask(SliceTask):
-    """A round, or what is applied on arrival: a round of one. `leading`: whose hyperparameters count in it."""
+    """A round, or a single commit under `async`. `leading`: the commit whose hyperparameters count."""
 
     def __init__(
         self,
@@ -268,12 +271,15 @@ class RoundTask(SliceTask):
         policy: Policy,
         finished: Callable[[SliceTask], None],
         held: Callable[[RoundTask], None] = lambda work: None,
+        failed: Callable[[RoundTask, Exception], None] = lambda work, error: None,
     ) -> None:
-        """`held`: what to do in a ring when all others have what its slices are to get."""
+        """In a ring, `held` is called when all others have the sums of its slices, `failed` when a sum cannot be
+        made."""
         super().__init__(slots, finished)
-        self._held, self._num_unheld = held, len(slots)
+        self._held, self._failed, self._num_unheld = held, failed, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
-        self._answers_early = policy.kind != "bounded"  # there, the answer may have to wait for slower workers
+        # under `bounded` the reply may have to wait for slower workers
+        self._answers_early = policy.kind != "bounded"
         if len(commits) == 1:
             self.skip, self.weight = leading.item.skip, leading.item.weight
         else:
@@ -282,11 +288,16 @@ class RoundTask(SliceTask):
         self.clip_norm = leading.item.clip_norm
         self.overrides = leading.item.overrides
         self.squared_norms: dict[int, float] = {}
-        self.clocks: dict[str, int] = {}  # of all workers, as this round leaves them
+        self.clocks: dict[str, int] = {}  # every worker's clock after this round
         self.applied = False
-        self.failed: RuleError | None = None  # what everyone is answered when it could not be applied
-        self.share = 0.0  # of the squared norm, where several servers have one
+        self.failed: RuleError | None = None  # the error for all its workers, if the round failed
+        self.share = 0.0  # of the squared norm, if several servers have a share
         self.scaled = False  # whether the norm over all servers is known
+
+    def slice_done(self) -> None:
+        if self.error is not None and self.waits_for_votes:
+            self._failed(self, self.error)  # this server will not vote for it
+        super().slice_done()
 
     def slice_held(self) -> None:
         with self._lock:
@@ -296,12 +307,12 @@ class RoundTask(SliceTask):
             self._held(self)
 
     def is_for_copies(self, copies: Sequence[HostedSlice]) -> None:
-        """In a ring: sums are made for these too before this server votes."""
+        """In a ring: sums are made for these copies before this server votes."""
         self.copies = copies
         self._num_unheld += len(copies)
 
     def also(self, number: int) -> None:
-        """In a ring: so many more slices take it in here, whose primaries are elsewhere."""
+        """In a ring: this many more slices here apply the round; their primaries are on other servers."""
         with self._lock:
             self._left += number
 
@@ -311,14 +322,14 @@ class RoundTask(SliceTask):
         return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
 
     def norm_done(self, slice_id: int, squared_norm: float) -> bool:
-        """Whether this was the last slice whose share of the norm was missing."""
+        """Adds a slice's share of the norm. Returns whether it was the last one."""
         with self._lock:
             self.squared_norms[slice_id] = squared_norm
             return len(self.squared_norms) == len(self.slots)
 
 
 def respond(request: Request, action: Callable[[], None]) -> None:
-    """Does what was put off; an error is the answer, as it would have been then."""
+    """Runs a deferred action. An error becomes the reply."""
     try:
         action()
     except SynclineError as error:
@@ -326,14 +337,14 @@ def respond(request: Request, action: Callable[[], None]) -> None:
 
 
 def in_thread(name: str, request: Request, action: Callable[[], None]) -> None:
-    """What lasts must not keep whoever reads the connection. An error is the answer."""
+    """Runs a slow action in its own thread, to keep the connection's reader free. An error becomes the reply."""
 
     def run() -> None:
         try:
             action()
-        except SynclineError as error:
+        except (SynclineError, OSError) as error:
             request.refuse(error)
-        except Exception as error:  # a bug of ours must end in an answer, not in silence
+        except Exception as error:  # a bug must end in a reply, not in a hang
             request.refuse(error)
             raise
 

@@ -1,4 +1,4 @@
-"""For whom a server waits: what its beat says, and `why` shows."""
+"""Whom a server waits for, as sent with heartbeats and shown by `why`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Collection, Iterable
 
 from syncline.core.wire.control import Heartbeat
 from syncline.server.commits import Commits
-from syncline.server.lease_acks import late_here, uses_here
+from syncline.server.lease_acks import unconfirmed_here
 from syncline.server.slices import HostedSlice
 from syncline.stats import Wait
 
-#: A backup has so long before anybody is said to wait for it.
+#: A backup that is slower than this is reported.
 MOMENT_SECONDS = 0.1
 
 
 def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
-    """A server lives: the workers' clocks, and who waits here for whom."""
+    """The server's heartbeat: the workers' clocks and current waits."""
     now = time.monotonic()
     with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
         waits = [*_rounds(commits, now), *_lags(commits, now)]
-    uses, late = uses_here(slots), late_here(slots)
+    acks, late = unconfirmed_here(slots)
     updates = max((slot.state.version for slot in slots), default=0)
-    return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], uses=uses, late=late, num_updates=updates)
+    return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], acks=acks, late=late, num_updates=updates)
 
 
 def _rounds(commits: Commits, now: float) -> list[Wait]:
@@ -56,8 +56,8 @@ def _backups(slots: Iterable[HostedSlice], now: float) -> list[Wait]:
     longest: dict[str, float] = {}
     for slot in slots:
         update = slot.in_flight
-        for parcel in update.parcels if update is not None else ():
-            if not parcel.is_acknowledged:
-                name = parcel.replica.partner.name
-                longest[name] = max(longest.get(name, 0.0), now - parcel.update.since)
+        for send in update.sends if update is not None else ():
+            if not send.is_acknowledged:
+                name = send.partner.name
+                longest[name] = max(longest.get(name, 0.0), now - send.update.since)
     return [Wait("", 0, [name], seconds, "server") for name, seconds in longest.items() if seconds >= MOMENT_SECONDS]

@@ -1,4 +1,4 @@
-"""Workers that go: by themselves or fenced. What of them counts is settled; then they leave no trace."""
+"""Removes workers that leave or are fenced: settles their commits, then frees everything of theirs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from syncline.server.slices import HostedSlice
 from syncline.server.staging import Staging
 from syncline.server.tasks import Key, RoundTask, StagedCommit, key_of
 
-#: What is staged for a commit: what it says, and the slices whose bytes came over a socket.
+#: A staged commit, and the slices whose bytes came over a socket.
 Staged = tuple[StagedCommit, set[int]]
 
 
 class WorkerRemoval:
-    """Everything that ends with a worker, under `state_lock` all of it."""
+    """Removes workers. All methods require `state_lock`."""
 
     def __init__(
         self,
@@ -35,16 +35,17 @@ class WorkerRemoval:
         self._staged_by: Callable[[str], Iterable[HostedSlice]] = self.staged_here
 
     def stage_by(self, slices_of: Callable[[str], Iterable[HostedSlice]] | None) -> None:
-        """`slices_of` says of which slices a worker, by name, stages its pushes here. Of others it only says so.
-        None: of all slices that are here."""
+        """`slices_of` gives the slices whose pushes a worker stages here; for other slices it only announces them.
+        None: all slices here.
+        """
         self._staged_by = slices_of or self.staged_here
 
     def staged_here(self, worker: str) -> Iterable[HostedSlice]:
-        """By every worker, of the slices here; in a ring, of spread ones too."""
+        """The slices a worker stages here; in a ring also spread ones."""
         return (*self._slices.values(), *self._staging.copies.slots())
 
     def fence(self, name: str, incarnation: int) -> list[StagedCommit]:
-        """Nothing more is taken from this worker; whom to tell that it is out."""
+        """Refuses further messages of this worker. Returns its waiting commits, which must be refused."""
         self._rounds.fence(name, incarnation)
         self._gone()
         asked = self._flow.take_requests_of(name, incarnation)
@@ -52,7 +53,7 @@ class WorkerRemoval:
         return asked
 
     def staged_whole(self, name: str, incarnation: int) -> int:
-        """Up to which clock this worker's commits could be made without it."""
+        """The clock up to which this worker's commits are completely staged."""
         clock = self._rounds.reach(name, incarnation)
         while True:
             staged = self._staged.get((name, incarnation, clock + 1))
@@ -61,10 +62,9 @@ class WorkerRemoval:
             clock += 1
 
     def reach(self, name: str, incarnation: int, *, moves: bool) -> int:
-        """How far slices here can come with the steps of a worker that is out.
+        """The clock that slices here can reach with commits of a removed worker.
 
-        Where primaries change (`moves`), rounds that wait for the norm over all servers are dropped, and who is out
-        makes nothing again.
+        If primaries change (`moves`), rounds that wait for a norm are dropped, and a removed worker does not replay.
         """
         clock = self.staged_whole(name, incarnation)
         if not moves:
@@ -79,14 +79,14 @@ class WorkerRemoval:
         return self._flow.num_servers > 1 and contribution.clip_norm is not None and not contribution.skip
 
     def settle(self, name: str, incarnation: int, clock: int) -> list[RoundTask]:
-        """A worker's staged commits up to this clock count, since other servers have them."""
+        """Commits a removed worker's staged steps up to this clock, because other servers have them."""
         standing = self._rounds.standings.get(name)
         if standing is None or standing.incarnation != incarnation or standing.left:
             return []
         works: list[RoundTask] = []
         for each in range(standing.clock + 1, min(clock, self.staged_whole(name, incarnation)) + 1):
             if not self._rounds.is_decided(name, incarnation, each):
-                break  # whoever lives makes it again
+                break  # the surviving workers replay it
             contribution, _ = self._staged.pop((name, incarnation, each))
             contribution.is_fenced, contribution.since = standing.fenced, time.monotonic()
             phase, back_at = contribution.phase, contribution.back_at
@@ -98,7 +98,7 @@ class WorkerRemoval:
         return works
 
     def let_out(self, name: str, incarnation: int) -> list[RoundTask]:
-        """No round waits for this fenced worker any more, and nothing else of it is kept."""
+        """Rounds no longer wait for this fenced worker, and its data is freed."""
         works = self._flow.enqueue(self._rounds.leave_fenced(name, incarnation))
         self.let_go((name, incarnation))
         return works
@@ -111,7 +111,7 @@ class WorkerRemoval:
         self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """Who is out, and has nothing open, leaves no trace here."""
+        """Frees everything of removed workers without open commits."""
         for worker in [w for w in self._flow.going if not self._flow.of_worker(*w)]:
             name, incarnation = worker
             self._flow.going.discard(worker)
@@ -125,14 +125,14 @@ class WorkerRemoval:
                 slot.rules.forget_staged()
 
     def lost(self, worker: Identity) -> None:
-        """Its last connection is gone. Who takes part may come back; of who never did, nothing is kept."""
+        """The worker's last connection is closed. A worker that takes part may return; data of others is freed."""
         with self._flow.state_lock:
             standing = self._rounds.standings.get(worker[0])
             if (standing is None or standing.incarnation != worker[1]) and worker not in self._flow.going:
                 self._staging.forget_worker(worker)
 
     def not_staged(self, worker: Identity, contribution: StagedCommit, have: set[int]) -> int | None:
-        """A slice here whose bytes a commit would need, and does not have."""
+        """A slice here whose bytes this commit lacks."""
         for slot in self._staged_by(worker[0]):
             if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
                 continue

@@ -1,4 +1,4 @@
-"""`--average last:N`: the mean of the parameters of several checkpoints, as a checkpoint of weights only."""
+"""`--average last:N`: the mean of the parameters of several checkpoints, as a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from syncline.store.checkpoints import Chosen, Found
 from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader, TensorWriter
 
-#: The one file of a checkpoint of weights only.
+#: The only file of a weights-only checkpoint.
 WEIGHTS_FILE = "weights.safetensors"
 Bytes = npt.NDArray[np.uint8]
 
 
 def last(folder: Folder, count: int, lineage: str) -> list[Chosen]:
-    """The newest so many of a lineage, newest first, that are cut into the same slices; fewer: not all are there."""
+    """The newest checkpoints of a lineage with the same slices, newest first; fewer if some are missing."""
     found: list[Chosen] = []
     for one in checkpoints.find(folder):
         if _counts(one, lineage) and one.manifest is not None:
@@ -39,7 +39,7 @@ def _counts(one: Found, lineage: str) -> bool:
 
 
 def write_mean(root: Folder, chosen: Sequence[Chosen]) -> Manifest:
-    """Writes it, a slice at a time; what no rule changes bit by bit is that of the newest."""
+    """Writes the mean, slice by slice. Parameters without gradient rules are those of the newest."""
     newest = chosen[0].manifest
     number = checkpoints.next_number(root)
     folder = checkpoints.begin(root, number, newest.step, newest.lineage)
@@ -69,7 +69,7 @@ def _write(folder: Folder, number: int, chosen: Sequence[Chosen]) -> Manifest:
 
 
 def weights_only(whole: Manifest, number: int, file: SavedFile, metrics: dict[str, float]) -> Manifest:
-    """Of a checkpoint with other weights than this one, in one file, and with nothing else."""
+    """The manifest of a weights-only checkpoint with these weights in one file."""
     return msgspec.structs.replace(
         whole,
         name=checkpoint_name(number, whole.step),
@@ -125,7 +125,7 @@ def _mean(segment: Segment, part: Slice, values: Sequence[Bytes]) -> Bytes:
 
 
 def _wide(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:
-    """Numbers in double precision; NumPy has no bfloat16, which is the upper half of a float32."""
+    """Double-precision numbers; bfloat16, which NumPy lacks, is the upper half of a float32."""
     if dtype == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return data.view(dtype).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Who has begun to write a checkpoint: it stands in its folder, should it come to no end."""
+"""Records in a checkpoint's folder who began to write it, in case it is never finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.store.folders import Folder
 from syncline.store.trouble import MissingError
 
 BEGUN = "begun.json"
-#: Nobody writes at one checkpoint for so long.
+#: No checkpoint takes this long to write.
 _LONG_SECONDS = 24 * 3600.0
 
 
@@ -20,26 +20,26 @@ class BegunSave(msgspec.Struct, frozen=True):
     """Which job, and which of its processes."""
 
     lineage: str = ""
-    token: str = ""  # the job's own, whichever process coordinates it
-    machine: str = ""  # within which `pid` means one process
+    token: str = ""  # of the job, whichever process coordinates it
+    machine: str = ""  # within which `pid` is unique
     pid: int = 0
-    at: float = 0.0  # by the clock of the wall
+    at: float = 0.0  # wall clock
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody can be at it any more. A process elsewhere is believed to live for a long while."""
+        """Whether the writer is certainly gone. A process on another machine counts as alive for a long time."""
         if not 0 <= time.time() - self.at < _LONG_SECONDS:
             return True
         return bool(self.machine) and self.machine == _machine() and not _is_alive(self.pid)
 
 
 def begun_here(lineage: str, token: str) -> BegunSave:
-    """As this process begins one."""
+    """The record of this process."""
     return BegunSave(lineage, token, _machine(), os.getpid(), time.time())
 
 
 def read_begun(folder: Folder) -> BegunSave:
-    """Who began what is in this folder; nobody knows: all of it empty."""
+    """Who began this folder; empty if unknown."""
     try:
         return msgspec.json.decode(folder.read(BEGUN), type=BegunSave)
     except (MissingError, msgspec.MsgspecError, ValueError, RecursionError):
@@ -47,7 +47,7 @@ def read_begun(folder: Folder) -> BegunSave:
 
 
 def _machine() -> str:
-    """This start of this machine, and what in it has processes of its own (a container); empty: nobody knows."""
+    """Identifies this boot of the machine and its PID namespace (container); empty if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -63,5 +63,5 @@ def _is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        return True  # it is somebody else's
+        return True  # another user's process
     return True

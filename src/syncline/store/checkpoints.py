@@ -1,4 +1,4 @@
-"""Checkpoints of a folder: found, read, verified, written, pointed at, pruned."""
+"""Checkpoints of a folder: finding, reading, verifying, writing, pointers, pruning."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _END = re.compile(rb"\n([0-9a-f]{64})\n\Z")
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A folder that is a checkpoint's by its name."""
+    """A folder whose name is that of a checkpoint."""
 
     name: str
     number: int
-    manifest: Manifest | None = None  #: where it verifies
+    manifest: Manifest | None = None  #: if it is valid
     digest: str = ""
-    reason: str = ""  #: why there is none
+    reason: str = ""  #: why there is no manifest
     is_unfinished: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to take up."""
+    """The checkpoint to resume from."""
 
     folder: Folder
     manifest: Manifest
@@ -55,7 +55,7 @@ class Chosen:
 
 
 def find(folder: Folder) -> list[Found]:
-    """All that are in it, newest first."""
+    """All checkpoints in it, newest first."""
     return list(_each(folder))
 
 
@@ -78,9 +78,10 @@ def _look(folder: Folder, name: str, number: int) -> Found:
 
 
 def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
-    """The manifest in a checkpoint's own folder, sound, and its digest; `digest`: it must be this one.
+    """Reads and validates the manifest in a checkpoint's folder; returns it and its digest. `digest`: the expected
+    one.
 
-    DamagedError: it is none, or cannot be true. MissingError: there is none. Any other StoreError says nothing of it.
+    DamagedError: it is invalid. MissingError: there is none. Any other StoreError tells nothing about it.
     """
     where = f"{folder.url}/{MANIFEST}"
     size = folder.size(MANIFEST)
@@ -98,19 +99,19 @@ def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
 
 
 def files_of(manifest: Manifest) -> list[SavedFile]:
-    """All files that a checkpoint consists of, but its manifest."""
+    """All files of a checkpoint except its manifest."""
     return [*manifest.files, *(script.file for script in manifest.scripts)]
 
 
 def check_files(folder: Folder, manifest: Manifest) -> None:
-    """Every file is there, has its size and its header; the tensors themselves are not read."""
+    """Checks that every file exists with its size and header; does not read tensors."""
     for file in files_of(manifest):
         with TensorReader(folder, file) as reader:
             reader.check()
 
 
 def verify(folder: Folder, manifest: Manifest) -> None:
-    """Reads every tensor of every file, in threads; StoreError names the first that is not what was saved."""
+    """Reads every tensor of every file, in threads; a StoreError names the first damaged one."""
     readers = [TensorReader(folder, file) for file in files_of(manifest)]
     try:
         for reader in readers:
@@ -128,9 +129,9 @@ def verify(folder: Folder, manifest: Manifest) -> None:
 
 
 def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) -> Iterator[Chosen]:
-    """What a path may mean: a checkpoint's own folder, a pointer, or a folder of checkpoints, newest first.
+    """The checkpoints that a path may mean: its own folder, a pointer, or a folder of checkpoints, newest first.
 
-    Their manifests are sound, their tensors not read; `say` is told of those that are passed over.
+    Their manifests are valid, their tensors unread. `say` reports skipped ones.
     """
     if folder.exists(MANIFEST):
         yield Chosen(folder, *read_manifest(folder))
@@ -150,7 +151,7 @@ def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) 
 
 
 def choose(folder: Folder, say: Callable[[str], None], kind: str = "whole") -> Chosen | None:
-    """The newest that verifies wholly, of this kind; None: there is none. Says which it passed over, and why."""
+    """The newest completely verified checkpoint of this kind, or None. Reports skipped ones and why."""
     for chosen in candidates(folder, say):
         if chosen.manifest.kind != kind:
             continue
@@ -163,14 +164,14 @@ def choose(folder: Folder, say: Callable[[str], None], kind: str = "whole") -> C
 
 
 def next_number(folder: Folder) -> int:
-    """Higher than that of any checkpoint here, finished or not."""
+    """Higher than the number of any checkpoint here, finished or not."""
     return 1 + max((number for name in folder.list() if (number := number_in(name)) is not None), default=0)
 
 
 def begin(folder: Folder, number: int, step: int, lineage: str, token: str = "") -> Folder:
-    """The folder of a checkpoint that is to be; whose it is stands in it, should it come to no end.
+    """Creates the folder of a new checkpoint and records its writer.
 
-    Nobody else has it, or its number: where another job saves here too, it is a later one than was asked for.
+    The folder and its number are unique: if another job saves here too, the number is higher than requested.
     """
     content = msgspec.json.encode(begun_here(lineage, token))
     for _ in range(_MOST_CLAIMS):
@@ -178,20 +179,21 @@ def begin(folder: Folder, number: int, step: int, lineage: str, token: str = "")
         if made.claim(BEGUN, content):
             if not any(number_in(name) == number and name != made.name for name in folder.list()):
                 return made
-            made.remove_all()  # whoever sees another of its number gives way
+            made.remove_all()  # another one has this number: give way
         number = max(number + 1, next_number(folder))
     raise StoreError(f"{folder.url}: other jobs save here; give this one a folder of its own (--checkpoint)")
 
 
 def abandon(folder: Folder, token: str) -> None:
-    """Takes away what a try of this job has left; never what another has made under its name."""
+    """Removes an unfinished checkpoint of this job; never one that another job has made under its name."""
     if read_begun(folder).token == token:
         folder.remove_all()
 
 
 def write_manifest(folder: Folder, manifest: Manifest) -> str:
-    """Makes it a checkpoint; the manifest's digest. Call it when all files are there."""
-    finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}  # JSON has no others
+    """Completes a checkpoint; returns the manifest's digest. Call it when all files are there."""
+    # JSON has only finite numbers
+    finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
     manifest = msgspec.structs.replace(manifest, metrics=finite)
     where = f"{folder.url}/{MANIFEST}"
     options = [spec.options for segment in manifest.segments for spec in segment.rules]
@@ -199,7 +201,7 @@ def write_manifest(folder: Folder, manifest: Manifest) -> str:
         raise StoreError(f"{where} cannot be written: its steering, config or rules have NaN or Inf, JSON has none")
     check_manifest(manifest, where)
     text = msgspec.json.encode(manifest) + b"\n"
-    decode_manifest(text, where)  # what cannot be read must not be written
+    decode_manifest(text, where)  # never write an unreadable manifest
     digest = hashlib.sha256(text).hexdigest()
     folder.write(MANIFEST, b"%s%s\n" % (text, digest.encode()), "manifest")
     return digest
@@ -214,13 +216,13 @@ def _is_finite(value: Any) -> bool:
 
 
 def point(folder: Folder, name: str, checkpoint: str, **facts: Any) -> None:
-    """Has `best` or `last` say which checkpoint it is."""
+    """Sets the pointer `best` or `last`."""
     assert name in POINTERS
     folder.write(name, msgspec.json.encode({"checkpoint": checkpoint, **facts}) + b"\n")
 
 
 def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
-    """What `best` or `last` says; None: nothing that can be used."""
+    """The content of `best` or `last`; None if it is unusable."""
     try:
         if folder.size(name) > _MOST_POINTER_BYTES:
             return None
@@ -233,10 +235,11 @@ def pointed(folder: Folder, name: str) -> dict[str, Any] | None:
 def prune(
     folder: Folder, keep: int, lineage: str, best: Collection[str] = (), *, token: str = "", wholly: bool = False
 ) -> list[str]:
-    """Removes what retention lets go of this lineage; their names, oldest first. What `best` points at stays too.
+    """Removes checkpoints of this lineage by the retention rules; returns their names, oldest first. The target of
+    `best` stays.
 
-    `token`: unfinished ones that this job began are over; others' when nobody can be at them any more.
-    `wholly`: one counts as sound only when all its tensors have been read; else when its files are as they must be.
+    `token`: unfinished ones of this job are removed; those of others when their writer is certainly gone. `wholly`:
+    only fully read checkpoints count as sound; otherwise checking the files is enough.
     """
     fact = pointed(folder, "best")
     kept = {*best, *([fact["checkpoint"]] if fact else [])}
@@ -262,7 +265,7 @@ def _standing(folder: Folder, found: Found, token: str, wholly: bool) -> SaveSta
 
 
 def _left_by(folder: Folder, token: str) -> str:
-    """The lineage whose unfinished try this is, if it is over."""
+    """The lineage of this unfinished checkpoint, if its writer is gone."""
     try:
         begun = read_begun(folder)
     except StoreError:

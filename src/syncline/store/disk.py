@@ -1,4 +1,4 @@
-"""A folder of this machine: what is written is durable when it returns, and is there whole or not at all."""
+"""A local folder: writes are atomic, and durable on return."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import shutil
 from syncline import faults
 from syncline.store.trouble import explained
 
-#: `list` means another thing inside a folder.
+#: `list` has another meaning inside a folder.
 Names = list[str]
 PART = ".part"
 _COPY_BYTES = 16 << 20
-#: Removed first, and written last: without it there is no checkpoint.
+#: Written last and removed first: a checkpoint exists only with it.
 MANIFEST = "manifest.json"
 
 
@@ -38,7 +38,7 @@ class LocalFolder:
         return LocalFolder(self.path.parent)
 
     def list(self) -> Names:
-        """Names of what is in it, sorted; none when it is not there."""
+        """The names in it, sorted; empty if it does not exist."""
         with explained(self.url, "cannot be listed"):
             try:
                 return sorted(os.listdir(self.path))
@@ -61,7 +61,7 @@ class LocalFolder:
             return file.read(-1 if end is None else end - begin)
 
     def write(self, name: str, data: bytes, point: str = "") -> None:
-        """Whole or not at all, durable when it returns. `point`: what faults call it, if anything."""
+        """Atomic and durable on return. `point`: the name of its fault point, if any."""
         with explained(f"{self.url}/{name}", "cannot be written"):
             descriptor = create(self.path / f"{name}{PART}")
             try:
@@ -76,14 +76,14 @@ class LocalFolder:
                 raise
 
     def bring(self, name: str, point: str = "") -> None:
-        """Gives what lies under the temporary name, and is on the disk, its own."""
+        """Renames a synced temporary file to its final name."""
         os.rename(self.path / f"{name}{PART}", self.path / name)
         if faults.armed is not None and point:
             faults.reach(f"{point}.renamed")
         sync_folder(self.path)
 
     def put(self, source: pathlib.Path, name: str) -> None:
-        """A copy of a file, durable when it returns."""
+        """Copies a file, durable on return."""
         with explained(f"{self.url}/{name}", "cannot be written"):
             target = self.path / f"{name}{PART}"
             try:
@@ -97,12 +97,12 @@ class LocalFolder:
                 raise
 
     def remove(self, name: str) -> None:
-        """A file; one that is not there is no error."""
+        """Removes a file; a missing one is no error."""
         with explained(f"{self.url}/{name}", "cannot be removed"):
             (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """The folder with all files in it; of a checkpoint first what makes it one."""
+        """Removes the folder with all files, the manifest first."""
         with explained(self.url, "cannot be removed"):
             if (self.path / MANIFEST).exists():
                 (self.path / MANIFEST).unlink()
@@ -112,7 +112,7 @@ class LocalFolder:
                 sync_folder(self.path.parent)
 
     def make(self) -> None:
-        """The folder and those above it, durable when it returns."""
+        """Creates the folder and its parents, durable on return."""
         with explained(self.url, "cannot be made"):
             missing = [self.path, *self.path.parents]
             missing = [path for path in missing if not path.exists()]
@@ -121,7 +121,7 @@ class LocalFolder:
                 sync_folder(path.parent)
 
     def claim(self, name: str, data: bytes) -> bool:
-        """Makes the folder, with this file in it; False: somebody else has made it."""
+        """Creates the folder with this file in it; False if it exists."""
         self.parent().make()
         with explained(self.url, "cannot be made"):
             try:
@@ -132,29 +132,22 @@ class LocalFolder:
         self.write(name, data)
         return True
 
-    def check_writable(self) -> None:
-        """Raises StoreError, with the remedy, where nothing can be written."""
-        self.make()
-        probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"syncline")
-        self.remove(probe)
-
 
 def create(path: pathlib.Path) -> int:
-    """An empty file to write to, by its descriptor; what an earlier try has left there is gone."""
+    """Opens an empty file for writing and removes leftovers of an earlier attempt."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of it, at this place of the file."""
+    """Writes everything at this offset."""
     while data.nbytes:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def sync_folder(path: pathlib.Path) -> None:
-    """What was made, renamed or removed in a folder is on the disk."""
+    """Makes creations, renames and removals in a folder durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -163,6 +156,6 @@ def sync_folder(path: pathlib.Path) -> None:
 
 
 def discard(path: pathlib.Path) -> None:
-    """A file that is of no use; that it cannot be removed is no trouble of its own."""
+    """Removes a useless file; errors are ignored."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

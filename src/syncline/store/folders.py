@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of this machine, or any that fsspec has a driver for."""
+"""Where checkpoints are stored: a local folder, or any that fsspec has a driver for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.store.remote import open_remote
 
 
 class Folder(Protocol):
-    """What both kinds promise. Every error is a StoreError that names the place and the remedy."""
+    """What both kinds guarantee. Every error is a StoreError that names the place and the remedy."""
 
     is_local: bool
     url: str
@@ -20,7 +20,7 @@ class Folder(Protocol):
 
     @property
     def path(self) -> pathlib.Path:
-        """On this machine only."""
+        """Only for local folders."""
 
     def join(self, name: str) -> Folder:
         """A folder in it."""
@@ -29,39 +29,45 @@ class Folder(Protocol):
         """The folder that it is in."""
 
     def list(self) -> Names:
-        """Names of what is in it, sorted; none when it is not there."""
+        """The names in it, sorted; empty if it does not exist."""
 
     def exists(self, name: str) -> bool: ...
 
     def size(self, name: str) -> int: ...
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes of a file; fewer where it ends before."""
+        """Bytes of a file; fewer if it ends earlier."""
 
     def write(self, name: str, data: bytes, point: str = "") -> None:
-        """A small file: whole or not at all, durable when it returns."""
+        """Writes a small file: atomic and durable on return."""
 
     def put(self, source: pathlib.Path, name: str) -> None:
-        """A copy of a file of this machine, durable when it returns."""
+        """Copies a local file, durable on return."""
 
     def remove(self, name: str) -> None:
-        """A file; one that is not there is no error."""
+        """Removes a file; a missing one is no error."""
 
     def remove_all(self) -> None:
-        """The folder with all files in it; of a checkpoint first what makes it one."""
+        """Removes the folder with all files, the manifest first."""
 
     def make(self) -> None:
-        """The folder and those above it, where they are missing."""
+        """Creates the folder and missing parents."""
 
     def claim(self, name: str, data: bytes) -> bool:
-        """Makes the folder, with this file in it; False: somebody else has made it."""
+        """Creates the folder with this file in it; False if it exists."""
 
-    def check_writable(self) -> None:
-        """Makes it, and writes to it: trouble is to show at launch."""
+
+def check_writable(folder: Folder) -> None:
+    """Makes the folder and writes to it. Raises StoreError, with the remedy, where that fails: at launch, not at the
+    first save."""
+    folder.make()
+    probe = f".syncline-{os.getpid()}"
+    folder.write(probe, b"syncline")
+    folder.remove(probe)
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """A folder by its path or address; it need not be there yet."""
+    """A folder by path or address; it need not exist."""
     url = os.fspath(url)
     protocol, separator, rest = url.partition("://")
     if not separator:

@@ -1,8 +1,8 @@
-"""The coordinator's memory on disk: one SQLite file, one writer, every save durable when it returns.
+"""The coordinator's journal: one SQLite file, one writer, every save durable on return.
 
-Every save is brought into the file itself at once (a checkpoint, in SQLite's words), so the `-wal` beside it never
-holds anything that only it knows: lost, cut or damaged, it takes no save with it that had returned. Keep the file on
-a local disk: SQLite's locks and shared memory do not work over network file systems.
+Every save is moved into the main file at once (an SQLite checkpoint), so that the `-wal` file never has unique data:
+if it is lost or damaged, no completed save is. Keep the file on a local disk: SQLite's locks and shared memory do not
+work on network file systems.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from syncline.errors import FencedError, StoreError
 
 _APPLICATION: Final = 0x53594E43  # "SYNC", in the header of every journal
 _FORMAT: Final = 1
-# How long another process may sit on the file. A save takes milliseconds: one that takes this long is stopped.
+# How long another process may hold the file. A save takes milliseconds; a process that takes this long is suspended.
 _BUSY_SECONDS: Final = 10.0
-_ANEW: Final = "put the file back, or start the job again under a new name"
+_NEW_NAME: Final = "put the file back, or start the job again under a new name"
 _RESTORE: Final = "put back a good copy of it, or start the job again under a new name"
-#: By SQLite's primary codes.
+#: By SQLite's primary error codes.
 _REMEDIES: Final = {
     sqlite3.SQLITE_FULL: "make space on this disk",
     sqlite3.SQLITE_IOERR: "see that the disk is sound, has space and allows files of this size",
@@ -45,7 +45,7 @@ _TABLES: Final = (
 
 
 class Journal:
-    """What the coordinator must remember through its own death. One writer: whoever opened it last.
+    """The state that survives the coordinator. One writer: the process that opened it last.
 
     Not for two threads at once; the thread may change.
     """
@@ -54,9 +54,9 @@ class Journal:
         """Use `create` or `open`."""
         self.path = path
         self.job = job
-        self.term = 0  #: grows with every start
+        self.term = 0  #: incremented at every start
         with self._trouble("cannot be opened"):
-            # Of a file that is not there, connect would make a new one: mode=rw does not.
+            # connect would create a missing file; mode=rw does not.
             address = f"{path.absolute().as_uri()}?mode=rw"
             self._db = sqlite3.connect(
                 address, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -65,7 +65,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: pathlib.Path, job: str) -> Journal:
-        """The journal of a new job, in its term 1. A file that is there already is never written over."""
+        """Creates the journal of a new job, in term 1. Existing files are never overwritten."""
         _make_file(path, job)
         try:
             journal = cls(path, job)
@@ -76,16 +76,16 @@ class Journal:
                 journal.close()
                 raise
         except BaseException:
-            # The file is ours and nobody knows of it yet: half of it would only be in the way of the next try.
+            # The file is ours and not announced yet: half of it would block the next attempt.
             for side in ("", "-wal", "-shm"):
                 pathlib.Path(f"{path}{side}").unlink(missing_ok=True)
             raise
 
     @classmethod
     def open(cls, path: pathlib.Path, job: str) -> Journal:
-        """The journal of a job that goes on, one term later: from now on whoever had it open cannot save."""
+        """Opens the journal of a running job, one term later: earlier holders can no longer save."""
         if not path.exists():
-            raise _refused(path, job, "is not there: what the job knew is gone", _ANEW)
+            raise _refused(path, job, "is not there: what the job knew is gone", _NEW_NAME)
         if not path.is_file() or not path.stat().st_size:
             # SQLite takes an empty file for a new database.
             raise _refused(path, job, "is empty or no file at all: not a journal, or cut off", _RESTORE)
@@ -98,15 +98,15 @@ class Journal:
             raise
 
     def load(self) -> tuple[bytes | None, list[bytes]]:
-        """The state that was saved last, None before the first save; the segments, by their numbers."""
+        """The last saved state, None before the first save; and the segments by number."""
         with self._trouble("cannot be read"), self._transaction("DEFERRED"):
             return self._read()
 
     def save(self, state: bytes, segments: Mapping[int, bytes] = _NONE, drop: Collection[int] = ()) -> None:
-        """Keeps this state, adds these segments and drops those: all or nothing, durable when it returns.
+        """Saves this state, adds segments and drops others: atomic, durable on return.
 
-        After an error the last state that was saved stands, and a later save may well succeed. (When a disk fails
-        and the process dies on top of it, the next term may find what the failed save was to keep, whole.)
+        After an error the last saved state stands, and a later save may succeed. (If a disk fails and the process
+        dies too, the next term may find the failed save complete.)
         """
         what = f"the job's new state ({len(state)} bytes, {len(segments)} new segments)"
         with self._trouble(f"cannot keep {what}; what was saved before is intact"):
@@ -120,16 +120,16 @@ class Journal:
             self._settle()
 
     def check(self) -> None:
-        """Raises FencedError when a newer term has begun: whoever has this open must end."""
+        """Raises FencedError if a newer term has begun: this process must end."""
         with self._trouble("cannot be read"):
             self._check_term()
 
     def close(self) -> None:
-        """Gives the file back; what was saved stays. A second time does nothing."""
+        """Closes the file; idempotent."""
         self._db.close()
 
     def _fill(self) -> None:
-        """Makes a new file a journal, all at once: what is cut short here is no journal for `open`."""
+        """Initializes a new file in one transaction: `open` refuses an unfinished one."""
         with self._trouble("cannot be written"):
             self._prepare()
             with self._transaction("IMMEDIATE"):
@@ -140,7 +140,7 @@ class Journal:
             self.term = 1
 
     def _take_over(self) -> None:
-        """Looks at all there is before it changes anything; then the term, which is durable when this returns."""
+        """Validates everything, then increments the term, durably."""
         with self._trouble("cannot be taken up"):
             self._check_format()
             self._prepare()
@@ -152,16 +152,16 @@ class Journal:
             self.term = term
 
     def _prepare(self) -> None:
-        # FULL: each commit waits for the disk. With NORMAL a power cut would take the last saves with it.
+        # FULL: each commit waits for the disk. With NORMAL a power failure would lose the last saves.
         self._db.execute("PRAGMA synchronous = FULL")
         (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
             raise self._refused(f"lies where SQLite cannot write ahead ({mode})", "use a local disk")
 
     def _settle(self) -> None:
-        """Brings what is committed into the file itself. It is durable already: the next save tries again."""
+        """Moves committed data into the main file. It is durable already: the next save tries again."""
         with contextlib.suppress(sqlite3.Error):
-            # PASSIVE waits for nobody: a stopped reader must not hold up the coordinator.
+            # PASSIVE does not wait: a suspended reader must not block the coordinator.
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _read(self) -> tuple[bytes | None, list[bytes]]:
@@ -170,7 +170,7 @@ class Journal:
         return (states[0] if states else None), segments
 
     def _whole(self, rows: sqlite3.Cursor, table: str) -> list[bytes]:
-        """SQLite notices a damaged page of its own tree, but not a damaged byte in what we gave it."""
+        """Verifies digests: SQLite detects damage to its own pages, but not to our data."""
         found = []
         for content, digest in rows:
             if not isinstance(content, bytes) or digest != _digest(content):
@@ -205,10 +205,10 @@ class Journal:
         self._read()
 
     def _check_file(self) -> None:
-        """A file that was deleted can still be written to by whoever has it open; nobody would ever read that."""
+        """Checks that the file still exists: a deleted one could be written but never read."""
         if _identity(self.path) != self._file:
             words = "was removed or replaced while the job ran"
-            raise self._refused(words, _ANEW)
+            raise self._refused(words, _NEW_NAME)
 
     def _check_term(self) -> None:
         term = self._head_term()
@@ -223,20 +223,20 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:
-        """IMMEDIATE: nobody else writes from here on, so what is checked inside holds until the commit."""
+        """IMMEDIATE: excludes other writers, so that checks inside hold until the commit."""
         self._db.execute(f"BEGIN {kind}")
         try:
             yield
             self._db.execute("COMMIT")
         except BaseException:
-            # Some errors have ended the transaction already.
+            # Some errors have already ended the transaction.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
 
     @contextlib.contextmanager
     def _trouble(self, words: str) -> Iterator[None]:
-        """Whatever the disk or SQLite has against it, in our words."""
+        """Turns errors of the disk or SQLite into ours."""
         try:
             yield
         except (sqlite3.Error, OSError, OverflowError) as error:
@@ -250,7 +250,7 @@ class Journal:
 
 
 def look(path: pathlib.Path) -> bytes | None:
-    """The state that was saved last, for a reader that changes nothing; None where there is none that can be read."""
+    """The last saved state for a reader that changes nothing; None if there is none."""
     try:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
         with contextlib.closing(db):
@@ -270,7 +270,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _identity(path: pathlib.Path) -> tuple[int, int] | None:
-    """Which file it is that has this name now; None: none."""
+    """The identity of the file at this path; None if there is none."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -279,7 +279,7 @@ def _identity(path: pathlib.Path) -> tuple[int, int] | None:
 
 
 def _make_file(path: pathlib.Path, job: str) -> None:
-    """An empty file for us alone, durable in its folder."""
+    """Creates an empty private file, durably."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""A second copy of a checkpoint, read back before it counts."""
+"""A second copy of a checkpoint, verified before it counts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COPY_BYTES = 16 << 20
 
 
 def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
-    """Copies a checkpoint from one folder of such to another: files first, the manifest last; its digest.
+    """Copies a checkpoint to another folder: files first, the manifest last; returns its digest.
 
-    What was copied is read back, and every digest compared, before the manifest is put. One that is there already
-    stays as it is; another of the same name is never written over.
+    The copy is read back and all digests are compared before the manifest is written. An existing copy is kept; a
+    different checkpoint of the same name is never overwritten.
     """
     if number_in(name) is None:
         raise StoreError(f"{name!r} is no checkpoint's name")
@@ -45,7 +45,7 @@ def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
 
 
 def _claim(here: Folder, there: Folder, manifest: Manifest) -> None:
-    """Whose copy it is stands there before anything else: retention removes one that came to no end."""
+    """Records the owner of the copy first, so that retention can remove an unfinished one."""
     begun = begun_here(manifest.lineage, read_begun(here).token)
     data = msgspec.json.encode(begun)
     if there.claim(BEGUN, data):
@@ -58,9 +58,9 @@ def _claim(here: Folder, there: Folder, manifest: Manifest) -> None:
 
 
 def _has(folder: Folder, digest: str) -> bool:
-    """Whether this checkpoint is there already; what is there in its place must not be a checkpoint.
+    """Whether this checkpoint is already there; anything else in its place must not be a checkpoint.
 
-    A store that only gives trouble says nothing of what is in it: nothing is removed then, StoreError.
+    If the store only returns errors, nothing is removed: StoreError.
     """
     try:
         manifest, found = read_manifest(folder)
@@ -81,7 +81,7 @@ def _has(folder: Folder, digest: str) -> bool:
 
 @contextlib.contextmanager
 def _on_this_machine(folder: Folder, name: str) -> Iterator[pathlib.Path]:
-    """A file by its path; one from elsewhere as long as it is needed."""
+    """A local path of the file; a remote one is downloaded for the duration."""
     if folder.is_local:
         yield folder.path / name
         return

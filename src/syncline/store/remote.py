@@ -1,4 +1,4 @@
-"""A folder wherever fsspec has a driver: objects are put whole, and looked at afterwards."""
+"""A folder on any fsspec file system: objects are written whole and checked afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": 
 
 
 def open_remote(url: str) -> RemoteFolder:
-    """The folder of this address. A driver or fsspec itself that is not installed: StoreError names it."""
+    """Opens an address. A StoreError names a missing driver, or fsspec itself."""
     protocol = url.partition("://")[0]
     try:
         core: Any = importlib.import_module("fsspec.core")
@@ -31,13 +31,13 @@ def open_remote(url: str) -> RemoteFolder:
         raise StoreError(
             f"{url} cannot be opened: {error}; known are local paths, s3://, gs://, memory://, …"
         ) from error
-    except Exception as error:  # drivers raise whatever their own libraries raise
+    except Exception as error:  # drivers raise errors of their own libraries
         raise StoreError(f"{url} cannot be opened: {type(error).__name__}: {error}; check the address") from error
     return RemoteFolder(url.rstrip("/"), driver, root.rstrip("/"))
 
 
 class RemoteFolder:
-    """A folder, or what stands for one in the names of objects."""
+    """A folder, or a prefix of object names."""
 
     is_local = False
 
@@ -55,7 +55,7 @@ class RemoteFolder:
 
     @property
     def _driver(self) -> Any:
-        """A driver may have threads, which a fork leaves behind: then one like it."""
+        """The driver; a new one after a fork, which leaves its threads behind."""
         if os.getpid() != self._made_in:
             self._fs = type(self._fs)(*self._fs.storage_args, **self._fs.storage_options)
             self._made_in = os.getpid()
@@ -80,7 +80,7 @@ class RemoteFolder:
         with explained(self.url, "cannot be looked at"):
             self._driver.invalidate_cache(self._root)
             try:
-                self._driver.info(f"{self._root}/{name}")  # drivers' `exists` takes any trouble for a no
+                self._driver.info(f"{self._root}/{name}")  # drivers' `exists` treats any error as False
             except FileNotFoundError:
                 return False
             return True
@@ -116,7 +116,7 @@ class RemoteFolder:
                 self._driver.rm_file(f"{self._root}/{name}")
 
     def remove_all(self) -> None:
-        """All files in it; of a checkpoint first what makes it one."""
+        """Removes all files, the manifest first."""
         with explained(self.url, "cannot be removed"):
             self.remove(MANIFEST)
             self._driver.invalidate_cache(self._root)
@@ -124,12 +124,12 @@ class RemoteFolder:
                 self._driver.rm(self._root, recursive=True)
 
     def make(self) -> None:
-        """Where folders are real; elsewhere they come with what is put into them."""
+        """Creates the folder if the store has real folders."""
         with explained(self.url, "cannot be made"):
             self._driver.makedirs(self._root, exist_ok=True)
 
     def claim(self, name: str, data: bytes) -> bool:
-        """Makes the folder, with this file in it; False: somebody else has made it, as far as the store can tell."""
+        """Creates the folder with this file in it; False if it exists, as far as the store can tell."""
         if self.list():
             return False
         self.make()
@@ -138,15 +138,9 @@ class RemoteFolder:
                 self._driver.pipe_file(f"{self._root}/{name}", data, mode="create")
             except FileExistsError:
                 return False
-            except (TypeError, NotImplementedError):  # a driver that cannot: the last to write has it
+            except (TypeError, NotImplementedError):  # not supported by the driver: the last writer wins
                 self._driver.pipe_file(f"{self._root}/{name}", data)
         return self.read(name) == data
-
-    def check_writable(self) -> None:
-        self.make()
-        probe = f".syncline-{os.getpid()}"
-        self.write(probe, b"syncline")
-        self.remove(probe)
 
     def _check(self, name: str, size: int) -> None:
         found = self.size(name)

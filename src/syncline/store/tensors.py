@@ -1,4 +1,4 @@
-"""Tensors of one file, written by many threads and read by many, each with its digest."""
+"""Tensors of one file, written and read by many threads, each with its digest."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from syncline.store.disk import PART, LocalFolder, create, discard, write_all
 from syncline.store.folders import Folder
 from syncline.store.trouble import MissingError, explained
 
-#: A chunk is hashed and then written, or read and then hashed, while it is in the cache.
+#: A chunk is hashed and written, or read and hashed, while it is in the cache.
 CHUNK_BYTES = 1 << 20
-_MOST_VIEWS = 512  # of one system call
+_MOST_VIEWS = 512  # per system call
 _MOST_THREADS = 8
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[Any]
 
 
 def new_digest(data: bytes | memoryview = b"") -> xxhash.xxh3_128:
-    """Finds any damage, at the speed of memory; not malice: whoever can write a file can write a manifest, too."""
+    """Detects damage at memory speed, not malice: a writer of the file could also write the manifest."""
     return xxhash.xxh3_128(data)
 
 
 class TensorWriter:
-    """One safetensors file. Tensors may come in any order, from any thread, each once."""
+    """Writes one safetensors file. Tensors may come in any order, from any thread, each once."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TensorWriter:
         plan: Sequence[tensor_file.Planned],
         metadata: dict[str, str] | None = None,
     ) -> None:
-        """Its header is written at once; nothing has the file's own name before `finish`."""
+        """Writes the header at once; the file gets its final name in `finish`."""
         check_file_name(name)
         self._folder, self._name = folder, name
         self._header, entries = tensor_file.plan(plan, metadata)
@@ -71,7 +71,7 @@ class TensorWriter:
         return len(self._header) + max((entry.end for entry in self._entries.values()), default=0)
 
     def write(self, name: str, data: Buffer) -> None:
-        """The bytes of a tensor. An error is one of the whole file: `finish` raises it again."""
+        """Writes a tensor. An error fails the whole file: `finish` raises it again."""
         entry = self._claim(name)
         view = _bytes_of(data)
         try:
@@ -86,7 +86,7 @@ class TensorWriter:
             self._digests[name] = digest
 
     def finish(self) -> SavedFile:
-        """On the disk, under its own name. After any trouble nothing of it is left: StoreError."""
+        """Syncs the file and gives it its name. After any error nothing is left: StoreError."""
         try:
             if self._trouble is not None:
                 raise StoreError(str(self._trouble))
@@ -102,7 +102,7 @@ class TensorWriter:
         return SavedFile(self._name, self.num_bytes, digest, tuple(map(self._saved, self._entries.values())))
 
     def abandon(self) -> None:
-        """Takes away what was written. A second time does nothing."""
+        """Removes what was written; idempotent."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -133,7 +133,7 @@ class TensorWriter:
         return digest.hexdigest()
 
     def _settle(self) -> None:
-        """The file is on the disk before it has its name; a failed fsync is never tried again on the same file."""
+        """Syncs the file before it gets its name; a failed fsync is never repeated on the same file."""
         if faults.armed is not None:
             faults.reach("save.written")
         if isinstance(self._folder, LocalFolder):
@@ -158,10 +158,10 @@ class TensorWriter:
 
 
 class TensorReader:
-    """The tensors of a file that a manifest tells of. For any number of threads."""
+    """Reads the tensors of a file listed in a manifest. Thread-safe."""
 
     def __init__(self, folder: Folder, file: SavedFile) -> None:
-        """Opens nothing yet: the header is looked at before the first tensor."""
+        """Opens nothing yet: the header is checked before the first tensor."""
         check_file_name(file.name)
         self._folder, self._file = folder, file
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
@@ -183,7 +183,7 @@ class TensorReader:
             os.close(descriptor)
 
     def check(self) -> None:
-        """The file is there, has its size, and its header is the manifest's."""
+        """Checks that the file exists with its size and the manifest's header."""
         with self._lock:
             if not self._is_open:
                 try:
@@ -193,14 +193,14 @@ class TensorReader:
                 self._is_open = True
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, in memory of their own, once their digest is right."""
-        self.check()  # no memory is taken for what the file does not hold
+        """The bytes of a tensor in new memory, with a verified digest."""
+        self.check()  # before memory is allocated
         found = np.empty(self._tensor(name).end - self._tensor(name).begin, np.uint8)
         self.read_into(name, [found.data])
         return found
 
     def read_into(self, name: str, views: Sequence[memoryview]) -> None:
-        """The bytes of a tensor, one piece after the other. What is there after an error is to be thrown away."""
+        """Reads a tensor into consecutive buffers. After an error their content is invalid."""
         tensor = self._tensor(name)
         views = [_bytes_of(view) for view in views]
         if sum(view.nbytes for view in views) != tensor.end - tensor.begin:
@@ -215,7 +215,7 @@ class TensorReader:
             raise DamagedError(f"{self._where} is damaged: {name!r} is not what was saved (its digest differs)")
 
     def verify(self, name: str) -> None:
-        """As `read`, with nothing kept."""
+        """Like `read`, keeping nothing."""
         self.check()
         tensor = self._tensor(name)
         scratch = _scratch().data
@@ -252,7 +252,7 @@ class TensorReader:
         for group in _groups(views):
             wanted = sum(view.nbytes for view in group)
             got = os.preadv(self._descriptor, group, offset)
-            if got != wanted:  # rare: a signal, or the file was cut
+            if got != wanted:  # rare: a signal, or the file was truncated
                 self._read_rest(group, offset, got)
             for view in group:
                 digest.update(view)
@@ -282,9 +282,9 @@ class TensorReader:
 
 
 def in_threads(function: Callable[[Any], None], items: Iterable[Any], num_bytes: int = 1 << 62) -> None:
-    """Calls the function with each item, several at a time; the first error ends it, and is raised.
+    """Calls the function for each item in several threads; the first error ends it and is raised.
 
-    `num_bytes`: of all of them; for a few it takes no threads.
+    `num_bytes`: the total; small totals use no threads.
     """
     items = list(items)
     num_threads = min(max(2, num_cores()), _MOST_THREADS, len(items), num_bytes // CHUNK_BYTES)
@@ -303,7 +303,7 @@ def in_threads(function: Callable[[Any], None], items: Iterable[Any], num_bytes:
 
 
 def _spool(folder: Folder, name: str) -> tuple[pathlib.Path, int]:
-    """Where the file is written: beside its own name, or on this machine, to be put elsewhere when it is whole."""
+    """The temporary file: beside the final name, or local if it is uploaded later."""
     if folder.is_local:
         path = folder.path / f"{name}{PART}"
         return path, create(path)
@@ -321,7 +321,7 @@ def _bytes_of(data: Buffer) -> memoryview:
 
 
 def _groups(views: Iterable[memoryview]) -> Iterable[list[memoryview]]:
-    """The same bytes in chunks, each for one system call."""
+    """The same bytes in chunks for single system calls."""
     group: list[memoryview] = []
     room = CHUNK_BYTES
     for view in views:
@@ -346,7 +346,7 @@ _local = threading.local()
 
 
 def _scratch() -> npt.NDArray[np.uint8]:
-    """Memory of this thread, for what is read only to be looked at."""
+    """Scratch memory of this thread."""
     if not hasattr(_local, "scratch"):
         _local.scratch = np.empty(CHUNK_BYTES, np.uint8)
     found: npt.NDArray[np.uint8] = _local.scratch

@@ -1,4 +1,4 @@
-"""What a disk or a store has against us, in our words."""
+"""Turns errors of disks and stores into ours."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _CREDENTIALS = {
 
 
 class MissingError(StoreError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 @contextlib.contextmanager
 def explained(place: str, words: str) -> Iterator[None]:
-    """What goes wrong inside is a StoreError that names the place and says what to do."""
+    """Turns errors inside into a StoreError that names the place and the remedy."""
     try:
         yield
     except (StoreError, MemoryError):
@@ -49,7 +49,7 @@ def explained(place: str, words: str) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see that the disk or store is sound")
         raise StoreError(f"{place} {words}: {error.strerror or error}; {remedy}") from error
-    except Exception as error:  # drivers raise whatever their own libraries raise
+    except Exception as error:  # drivers raise errors of their own libraries
         kind = type(error).__name__
         remedy = "see that the store can be reached"
         if "Credentials" in kind:

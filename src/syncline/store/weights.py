@@ -1,4 +1,4 @@
-"""A checkpoint's weights by the model's own names: read into memory, or exported for anyone without Syncline."""
+"""A checkpoint's weights by the model's names: loaded into memory, or exported for use without Syncline."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from syncline.store.tensors import TensorReader, in_threads
 from syncline.store.trouble import explained
 
 PARAMETERS, AVERAGE = "parameters", "average"
-#: A server keeps the average of a piece as a state of its rule.
+#: The key of a piece's running average in the rule state.
 AVERAGE_KEY = "syncline.average"
-#: What stands before the names of parameters that no optimizer has.
+#: The prefix of parameters without an optimizer.
 _FIXED = "fixed."
 _Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter, under the name that the model has for it."""
+    """A parameter with the model's name for it."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Bytes of a tensor that belong to a weight, from this byte of it on; to none: they are not wanted."""
+    """Bytes of a tensor and their offset in a weight; None: not needed."""
 
     weight: str | None
     begin: int
@@ -56,7 +56,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A tensor of a file that has something of what is wanted."""
+    """A tensor of a file with needed data."""
 
     file: str
     tensor: str
@@ -64,10 +64,10 @@ class _Source:
 
 
 class Weights:
-    """The weights of one checkpoint. Every tensor's digest is checked before anybody gets what is in it."""
+    """The weights of one checkpoint. Every tensor's digest is verified before its data is returned."""
 
     def __init__(self, chosen: Chosen, names: Collection[str] | None = None, weights: str = PARAMETERS) -> None:
-        """`names`: only these; `weights`: the parameters, or their average, where one was kept."""
+        """`names`: only these; `weights`: the parameters, or their average if there is one."""
         if weights not in (PARAMETERS, AVERAGE):
             raise ConfigError(f"weights = {weights!r}: there are {PARAMETERS!r} and {AVERAGE!r}")
         self.chosen = chosen
@@ -81,7 +81,7 @@ class Weights:
         self._num_bytes = sum(run.num_bytes for source in self._sources for run in source.runs)
 
     def plan(self) -> list[Weight]:
-        """What there is, in the order in which it was registered."""
+        """The weights in order of registration."""
         found = []
         for segment in self.chosen.manifest.segments:
             for parameter in segment.parameters:
@@ -91,7 +91,7 @@ class Weights:
         return found
 
     def read(self) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
-        """All of them, each in memory of its own."""
+        """All of them, each in new memory."""
 
         def read(source: _Source) -> None:
             rest = np.empty(sum(run.num_bytes for run in source.runs if run.weight is None), np.uint8)
@@ -110,7 +110,7 @@ class Weights:
         return found
 
     def export(self, path: pathlib.Path) -> None:
-        """One safetensors file, a slice at a time; there whole or not at all."""
+        """Writes one safetensors file, slice by slice; atomic."""
         plan = self.plan()
         header, entries = tensor_file.plan([(w.name, w.dtype, w.shape) for w in plan], {"format": "pt"})
         begins = {entry.name: len(header) + entry.begin for entry in entries}
@@ -141,7 +141,7 @@ class Weights:
 
     @contextlib.contextmanager
     def _readers(self) -> Iterator[dict[str, TensorReader]]:
-        """Of all files, looked at: what they hold is what the manifest claims, before memory is taken for it."""
+        """Readers of all files, checked against the manifest before memory is allocated."""
         files = {file.name: TensorReader(self.chosen.folder, file) for file in self.chosen.manifest.files}
         try:
             for reader in files.values():
@@ -185,13 +185,14 @@ class Weights:
 def load(
     url: str | os.PathLike[str], names: Collection[str] | None = None, weights: str = ""
 ) -> dict[str, tuple[Weight, npt.NDArray[np.uint8]]]:
-    """The weights of a checkpoint, or of the newest in a folder that can be read. Where nothing is said: those that
-    `best` means, else the parameters."""
+    """Loads the weights of a checkpoint, or of the newest readable one in a folder. By default those that `best`
+    means, else the parameters.
+    """
     return _first(url, names, weights, Weights.read)
 
 
 def export(url: str | os.PathLike[str], path: pathlib.Path, weights: str = "") -> str:
-    """As `load`, into one safetensors file; where the checkpoint lies that it was."""
+    """Like `load`, into one safetensors file; returns the location of the checkpoint."""
 
     def to_file(found: Weights) -> str:
         found.export(path)
@@ -203,7 +204,7 @@ def export(url: str | os.PathLike[str], path: pathlib.Path, weights: str = "") -
 def _first(
     url: str | os.PathLike[str], names: Collection[str] | None, weights: str, use: Callable[[Weights], _Result]
 ) -> _Result:
-    """What comes of the first checkpoint of which anything does; others are passed over with a warning."""
+    """Uses the first checkpoint that works; others are skipped with a warning."""
     reasons: list[str] = []
     folder = open_folder(url)
     weights = weights or _meant(folder)
@@ -230,7 +231,7 @@ def _meant(folder: Folder) -> str:
 
 
 def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:
-    """The checkpoints to try: such that a job goes on from first, then such of weights only."""
+    """The checkpoints to try: complete ones first, then weights-only ones."""
     others = []
     for chosen in candidates(folder, say):
         if chosen.manifest.kind == "whole":
@@ -241,7 +242,7 @@ def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
-    """The model's own name of each parameter. One that no optimizer had is registered under another."""
+    """The model's name of each parameter. Parameters without an optimizer are registered under another name."""
     rules = {p.name: segment.rule_of(p).name for segment in manifest.segments for p in segment.parameters}
     found = {}
     for name, rule in rules.items():
@@ -252,7 +253,7 @@ def own_names(manifest: Manifest) -> dict[str, str]:
 
 @contextlib.contextmanager
 def replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A file to write beside this one; it takes its place when all went well, and must be on the disk by then."""
+    """A temporary file that replaces `path` on success; it must be synced by then."""
     part = path.with_name(path.name + PART)
     with explained(str(path), "cannot be written"):
         try:
@@ -265,7 +266,7 @@ def replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _averages(chosen: Chosen, own: dict[str, str]) -> dict[str, str]:
-    """The dtype of each average that was kept; a checkpoint without any: StoreError."""
+    """The dtype of each average; StoreError if the checkpoint has none."""
     manifest = chosen.manifest
     tensors = {(file.name, tensor.name): tensor for file in manifest.files for tensor in file.tensors}
     saved = {one.id: one for one in manifest.slices}

@@ -67,7 +67,7 @@ class ProxiedLink:
             thread.start()
 
     def _flow(self, direction: Direction) -> None:
-        source, sink = self._ends[direction]
+        source, target = self._ends[direction]
         try:
             while self._may_read(self, direction) and self._is_ready(source, select.POLLIN):
                 if not self._may_read(self, direction):  # it was stopped while nothing came
@@ -77,12 +77,12 @@ class ProxiedLink:
                 except BlockingIOError:
                     continue
                 if not data:
-                    sink.shutdown(socket.SHUT_WR)  # the other direction may go on
+                    target.shutdown(socket.SHUT_WR)  # the other direction may go on
                     break
                 data, cut = self._pass_on(self, direction, data)
                 if self._recording is not None:  # before anybody has it, so that whoever has it finds it here
                     (self._recording.up if direction == "up" else self._recording.down).extend(data)
-                self._send(sink, data)
+                self._send(target, data)
                 if cut is not None:
                     self.end(cut)
         except OSError:
@@ -98,11 +98,11 @@ class ProxiedLink:
         poll.poll()
         return not self.ended
 
-    def _send(self, sink: socket.socket, data: bytes) -> None:
+    def _send(self, target: socket.socket, data: bytes) -> None:
         left = memoryview(data)
-        while left and self._is_ready(sink, select.POLLOUT):
+        while left and self._is_ready(target, select.POLLOUT):
             with contextlib.suppress(BlockingIOError):
-                left = left[sink.send(left) :]
+                left = left[target.send(left) :]
 
     def end(self, cut: CutLink) -> None:
         """Both threads end, and then both sockets are closed; does not wait for that."""

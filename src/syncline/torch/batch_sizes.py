@@ -1,4 +1,4 @@
-"""Batches of unequal size that no loader of ours has handed out: `step(weight=n)` is named, once."""
+"""Warns once about batches of unequal size from foreign loaders: `step(weight=n)` is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.worker.job import Job
 
 
 class _Counter:
-    """A forward pre-hook that notes the first dimension of what a model is given while it learns."""
+    """A forward pre-hook that records the batch dimension of a model's input during training."""
 
     def __init__(self) -> None:
         self.sizes: set[int] = set()  # since the last step
@@ -23,7 +23,7 @@ class _Counter:
             if tensor is not None and tensor.dim():
                 self.sizes.add(int(tensor.shape[0]))
 
-    # A copy of the model, or one that is saved whole, has a hook that does nothing, and nothing of the job.
+    # A copied or pickled model has a hook that does nothing and does not refer to the job.
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -33,7 +33,7 @@ class _Counter:
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
-    """Among these, or in a list or dict of them."""
+    """The first tensor among these, or in lists or dicts of them."""
     for value in values:
         if isinstance(value, Mapping):
             value = next((one for one in value.values() if isinstance(one, torch.Tensor)), None)
@@ -45,7 +45,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
 
 
 class BatchSizes:
-    """Of one optimizer. In rounds every worker's gradient counts by its weight, which is 1 where nobody says it."""
+    """Of one optimizer. In rounds every worker's gradient counts by its weight, 1 by default."""
 
     def __init__(self, job: Job, model: torch.nn.Module | None, *, in_rounds: bool) -> None:
         self._job = job
@@ -56,7 +56,7 @@ class BatchSizes:
             self._hook = model.register_forward_pre_hook(self._counter, with_kwargs=True)
 
     def at_step(self, *, is_weighted: bool, num_taken: int) -> None:
-        """A step is made: with a weight of the script's own, or of so many samples of a loader of ours."""
+        """A step is made, with an explicit weight or with this many samples of our loader."""
         if self._hook is None:
             return
         sizes, last = self._counter.sizes, self._last

@@ -1,4 +1,4 @@
-"""What torch's loader is aimed at: the samples of a worker's batches, leased, or by rank in an evaluation."""
+"""Input of torch's loader: the samples of a worker's batches, leased, or by rank in an evaluation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from syncline.worker.data.loop import LeasedNumbers, LeasedShards, Loop, OpenSha
 
 
 class Aim(torch.utils.data.Sampler[list[Any]]):
-    """The batch sampler behind a loader: the samples of this worker's batches in the epoch it is aimed at."""
+    """The batch sampler behind a loader: yields the samples of this worker's batches of one epoch."""
 
     def __init__(self) -> None:
         self.at(iter(()))
 
     def at(self, batches: Iterator[list[Any]]) -> None:
-        """What the next `iter()` gives; iterators that are already there keep what they were made for."""
+        """Sets the batches of the next `iter()`; existing iterators keep theirs."""
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -37,11 +37,11 @@ class Aim(torch.utils.data.Sampler[list[Any]]):
 class Data(Protocol):
     """A data set, as a loader reads it."""
 
-    dataset: Any  #: what torch gets: indexed with what the batches below hold
+    dataset: Any  #: passed to torch; indexed with the batches below
 
     @property
     def num_samples(self) -> int | None:
-        """None: it shows when they are read."""
+        """None: known after reading."""
 
     def loader(self, batch_size: int, drop_last: bool, is_auto: bool, is_global: bool) -> Loader: ...
     def leased(self, loop: Loop, seed: int, epoch: int, shuffle: bool) -> Iterator[list[Any]]: ...
@@ -49,7 +49,7 @@ class Data(Protocol):
 
 
 class Numbered:
-    """Samples by number: a map-style data set, or a source, which is read in whole batches."""
+    """Samples by number: a map-style data set, or a source that is read in whole batches."""
 
     def __init__(self, dataset: Any) -> None:
         self._source = dataset if isinstance(dataset, Source) else None
@@ -83,7 +83,7 @@ class Numbered:
 
 
 class _Lists:
-    """Not a generator: after an end there may be more later, and torch asks again after every batch."""
+    """Not a generator: after an end there may be more, and torch asks again after every batch."""
 
     def __init__(self, numbers: LeasedNumbers) -> None:
         self._numbers = numbers
@@ -100,7 +100,7 @@ class _Lists:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """A source, as torch reads it: a batch at a time."""
+    """A source as a torch data set, read a batch at a time."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -116,7 +116,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 
 def tensors(batch: Any) -> Any:
-    """A batch of a source as torch takes it; texts and other objects stay as they are."""
+    """A source's batch as tensors; texts and other objects are unchanged."""
     try:
         return torch.utils.data.default_convert(batch)
     except TypeError as error:
@@ -131,7 +131,7 @@ def tensors(batch: Any) -> Any:
 
 
 class Sharded:
-    """Shards, each read from its first sample on: a shard source, or an IterableDataset that has `shards`."""
+    """Shards, each read from its first sample: a shard source, or an IterableDataset with `shards`."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = AsRead(dataset)
@@ -176,7 +176,7 @@ class Sharded:
 
 
 class _Counting:
-    """A shard that is being read: where it is, for messages."""
+    """A shard being read, with its position for messages."""
 
     def __init__(self, name: str, samples: Iterator[Any], number: int) -> None:
         self._name, self._samples, self._number = name, samples, number
@@ -196,14 +196,14 @@ class _Counting:
         return sample
 
     def read(self, samples: list[Any]) -> Read:
-        """What was read last."""
+        """The last samples read."""
         found = Read(samples)
         found.where = f"samples {self._number - len(samples)} to {self._number - 1} of {self._name}"
         return found
 
 
 class AsRead(torch.utils.data.Dataset[Any]):
-    """Samples of shards come as they were read."""
+    """Yields samples of shards as they were read."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -213,7 +213,7 @@ class AsRead(torch.utils.data.Dataset[Any]):
 
 
 def _opening(dataset: Any, shards: Sequence[Any]) -> Callable[[int, int], Iterator[Any]]:
-    """A shard of an IterableDataset, through a copy of it that has only this one."""
+    """Opens a shard of an IterableDataset through a copy that has only this one."""
 
     def open_shard(index: int, skip: int) -> Iterator[Any]:
         one = copy.copy(dataset)
@@ -230,7 +230,7 @@ def _opening(dataset: Any, shards: Sequence[Any]) -> Callable[[int, int], Iterat
 
 
 def data_of(dataset: Any) -> Data:
-    """How a data set is read; one that cannot be split over workers is refused."""
+    """Wraps a data set; one that cannot be split over workers is refused."""
     if isinstance(dataset, ShardSource) or (
         isinstance(dataset, torch.utils.data.IterableDataset) and hasattr(dataset, "shards")
     ):

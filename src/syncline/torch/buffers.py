@@ -1,4 +1,4 @@
-"""A model's buffers (BatchNorm's running numbers): the chief's, or the workers' mean, after every step."""
+"""A model's buffers, such as BatchNorm's statistics: the chief's, or the workers' mean, after every step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Buffers:
         self._segment = layout.where[self._tracked[0].name][0]
         self._flat = FlatMemory(layout, self._tracked, in_place=False)
         self._pushed = to_ranges(layout.parameter_id(item.name) for item in self._tracked)
-        if self._takes:  # a chief stays one; who becomes it later only stops to take them
+        if self._takes:  # a chief stays chief; a later one only stops receiving them
             self.flats = self._flat.flats
 
     @property
@@ -42,11 +42,11 @@ class Buffers:
 
     @property
     def _takes(self) -> bool:
-        """What the chief pushes is what everyone gets: its own copy is as new as any."""
+        """Whether this worker receives buffers; the chief's own copy is current."""
         return self._mode == "mean" or not self._job.is_chief
 
     def collect(self) -> Ranges:
-        """This worker's buffers into the arena, if they count; their ids."""
+        """Copies this worker's buffers into the arena, if they count; returns their ids."""
         if not self._tracked or not self._pushes:
             return ()
         arena = self._job.exchange.arena(self._segment.index)
@@ -58,13 +58,13 @@ class Buffers:
         return self._pushed
 
     def spread(self) -> None:
-        """What has landed goes into the model."""
+        """Copies received buffers into the model."""
         if self._flat is not None and self._takes:
             self._look_again()
             self._flat.spread()
 
     def _look_again(self) -> None:
-        """A module may have put another tensor in its buffer's place."""
+        """A module may have replaced a buffer's tensor."""
         current = dict(self._model.named_buffers())
         for item in self._tracked:
             item.tensor = current.get(item.name.removeprefix(self._prefix), item.tensor)

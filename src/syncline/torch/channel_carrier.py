@@ -16,13 +16,13 @@ from syncline.torch.comparing import Comparison, place_of
 from syncline.worker.exchange.servers import ServersExchange
 
 
-class HatchCarrier:
+class ChannelCarrier:
     """Gradients are copied into their mirror: as they become ready, where several ranks add up; else at `step()`."""
 
     def __init__(
-        self, exchange: ServersExchange, segment: Segment, device: torch.device, hatch: DeviceChannel
+        self, exchange: ServersExchange, segment: Segment, device: torch.device, device_channel: DeviceChannel
     ) -> None:
-        self._exchange, self._segment, self._hatch, self._device = exchange, segment, hatch, device
+        self._exchange, self._segment, self._device_channel, self._device = exchange, segment, device_channel, device
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
         self._comparison = Comparison(segment, self._mirror)
@@ -34,7 +34,7 @@ class HatchCarrier:
             self._mirror[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
             for part in floats
         ]
-        hatch.open_for(segment.index)
+        device_channel.open_for(segment.index)
 
     @property
     def helps_early(self) -> bool:
@@ -53,7 +53,7 @@ class HatchCarrier:
             return
         self._exchange.make_room()
         for part in self._segment.slices:  # its server may still be at work on what was there before
-            handed = self._hatch.parameters(part.id)
+            handed = self._device_channel.parameters(part.id)
             if handed is not None and handed.event is not None:
                 handed.event.wait()  # the caller's stream does
         self._streams.append(stream)
@@ -85,7 +85,7 @@ class HatchCarrier:
                 if stream != current:
                     current.wait_stream(stream)
             event.record(current)
-        self._hatch.give(self._segment.index, Handed(self._mirror, event))
+        self._device_channel.give(self._segment.index, Handed(self._mirror, event))
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
         self._tell()

@@ -1,4 +1,4 @@
-"""Whether gradients still have the bits that were copied from them: asked of the device once for all of them."""
+"""Compares gradients with the copies made of them, with one device query for all."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from syncline.core.layout import Segment, aligned
 from syncline.torch.parameters import shaped
 
-#: Small parameters are compared many at a time, in this much memory.
+#: Scratch memory for comparing many small parameters at once.
 RUN_BYTES = 64 << 20
-_MOST_RUNS = 256  # whose views are kept
-#: What the bits of an item are compared as.
+_MOST_RUNS = 256  # cached views
+#: Integer types for comparing bits.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def place_of(flat: torch.Tensor, segment: Segment, index: int, begin: int = 0) -> torch.Tensor:
-    """A parameter's place in a run of bytes that is laid out as the segment, from `begin` on."""
+    """A parameter's place in bytes with the segment's layout, from `begin` on."""
     parameter = segment.parameters[index]
     return shaped(flat, segment.offsets[index] - begin, parameter.shape, getattr(torch, parameter.dtype))
 
@@ -27,7 +27,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Comparison:
-    """Compares gradients with their mirror. A kernel per parameter would take longer to launch than to run."""
+    """Compares gradients with their mirror, many at once: a kernel per parameter would be too slow to launch."""
 
     def __init__(self, segment: Segment, mirror: torch.Tensor, run_bytes: int = RUN_BYTES) -> None:
         self._segment, self._mirror, self._run_bytes = segment, mirror, run_bytes
@@ -35,7 +35,7 @@ class Comparison:
         self._views: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def same(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        """The parameters, by their index, whose gradients are what lies in the mirror."""
+        """The indices of the parameters whose gradients equal the mirror."""
         runs = self._runs([index for index, gradient in gradients.items() if self._is_like(index, gradient)])
         if not runs:
             return set()
@@ -52,7 +52,7 @@ class Comparison:
         return gradient.dtype == getattr(torch, known.dtype) and gradient.device == self._mirror.device
 
     def _runs(self, indices: Sequence[int]) -> list[tuple[int, ...]]:
-        """Neighbours together, as many as the scratch takes."""
+        """Groups neighbours, as many as the scratch memory holds."""
         runs: list[list[int]] = []
         for index in sorted(indices):
             end = self._end(index)
@@ -78,7 +78,7 @@ class Comparison:
         if self._scratch is None:
             size = min(self._run_bytes, self._segment.num_bytes)
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self._mirror.device)
-        # What lies between parameters is nothing, there as here.
+        # Padding between parameters is zero, as in the mirror.
         return self._scratch[:num_bytes].zero_()
 
     def _places(self, run: tuple[int, ...], scratch: torch.Tensor, begin: int) -> list[torch.Tensor]:

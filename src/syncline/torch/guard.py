@@ -1,7 +1,7 @@
-"""Parameters that are awaited where they are read: a module's dict of parameters that waits for what is asked of it.
+"""Awaits parameters where they are read: a module's parameter dict that waits for pending parameters.
 
-`self.weight` in a forward, `model.parameters()`, `state_dict()`, tied weights, another module's use of this one's
-weight: all of them read `module._parameters`. For most of the time nothing is awaited, and a read costs a look.
+`self.weight` in a forward, `model.parameters()`, `state_dict()`, tied weights: all read `module._parameters`. Most of
+the time nothing is pending, and a read costs one check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 Parameters = dict[str, torch.nn.Parameter | None]
-#: Waits for a parameter; told whether it alone was read. Whether nothing of it is awaited any more.
+#: Waits for a parameter; the argument tells whether it alone was read. Returns whether nothing of it is pending.
 Wait = Callable[[bool], bool]
 
 
@@ -72,7 +72,7 @@ class Guarded(dict[str, torch.nn.Parameter | None]):
         return super().items()
 
     def __iter__(self) -> Iterator[str]:
-        # That it is here at all makes dict(guarded) and {**guarded} read through __getitem__.
+        # Defined so that dict(guarded) and {**guarded} read through __getitem__.
         return super().__iter__()
 
     def copy(self) -> Parameters:
@@ -94,12 +94,12 @@ class Guarded(dict[str, torch.nn.Parameter | None]):
 
 
 class Guard:
-    """Guards some parameters in the modules of a model."""
+    """Guards parameters in the modules of a model."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], waits: Mapping[int, Wait]) -> None:
-        """`waits` has, by the id of a parameter, what waits for it."""
-        self.guarded: set[int] = set()  #: ids of the parameters that are awaited when they are read
-        self.compiled = False  #: torch.compile has been here: its code reads parameters past the guard
+        """`waits`: the id of a parameter -> the function that waits for it."""
+        self.guarded: set[int] = set()  #: ids of the guarded parameters
+        self.compiled = False  #: torch.compile has traced it: compiled code bypasses the guard
         self._waits = waits
         self._places: list[tuple[Guarded, dict[str, Wait]]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -111,7 +111,7 @@ class Guard:
 
     def _guard(self, module: torch.nn.Module) -> None:
         parameters = vars(module).get("_parameters")
-        if not isinstance(parameters, dict):  # a ScriptModule keeps its own elsewhere
+        if not isinstance(parameters, dict):  # a ScriptModule stores them elsewhere
             return
         ids = {name: id(p) for name, p in dict.items(parameters) if id(p) in self._waits}
         if not ids:
@@ -122,7 +122,7 @@ class Guard:
         self.guarded.update(ids.values())
 
     def _watch_other_places(self, module: torch.nn.Module) -> None:
-        """A module that keeps parameters in a list of its own (RNNs do) is awaited as a whole."""
+        """A module that keeps parameters in its own list (as RNNs do) is awaited as a whole."""
         kept = [self._waits[id(tensor)] for tensor in _kept_by(module) if id(tensor) in self._waits]
 
         def wait(*_: Any) -> None:
@@ -133,18 +133,18 @@ class Guard:
             self._hooks.append(module.register_forward_pre_hook(wait))
 
     def arm(self) -> None:
-        """From now on, every parameter is awaited when it is read."""
+        """Every parameter is awaited when it is read from now on."""
         for guarded, waits in self._places:
             guarded.awaited.update(waits)
 
     def read_by_the_compiler(self) -> None:
-        """Compiled code does not come by here again."""
+        """Compiled code will bypass the guard."""
         self.compiled = True
         for wait in self._waits.values():
             wait(False)
 
     def remove(self) -> None:
-        """Nothing is awaited any more."""
+        """Removes the guards."""
         for guarded, waits in self._places:
             for name in waits:
                 guarded.awaited.pop(name, None)
@@ -153,7 +153,7 @@ class Guard:
         self._places, self._hooks = [], []
 
 
-#: The guards of this process: when torch.compile traces a read, it cannot say whose parameter it was.
+#: All guards of this process: a traced read does not tell whose parameter it was.
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
@@ -163,12 +163,12 @@ def _read_by_the_compiler() -> bool:
     return True
 
 
-#: As torch.compiler.assume_constant_result does, which loads the compiler for it: so that it is called, not traced.
+#: Like torch.compiler.assume_constant_result, which would load the compiler: it is called, not traced.
 vars(_read_by_the_compiler)["_dynamo_marked_constant"] = True
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[Any]:
-    """What a module keeps in its own attributes, and in lists, tuples and dicts there."""
+    """Everything in a module's attributes, including lists, tuples and dicts."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue

@@ -1,6 +1,6 @@
-"""`--sync-every H`: the user's own optimizer steps H times on the worker, then the workers' deltas are averaged.
+"""`--sync-every H`: the user's optimizer makes H local steps, then the workers' deltas are averaged.
 
-The servers add the mean to the parameters, or (`--outer`) take it as the gradient of a rule of their own.
+The servers add the mean to the parameters, or (`--outer`) use it as the gradient of their own rule.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from syncline.worker.job import Job
 
 
 class LocalSteps:
-    """Counts local steps and sends what they changed. Optimizer state stays on the worker."""
+    """Counts local steps and sends their deltas. Optimizer state stays on the worker."""
 
     def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
         self._job, self._opt, self._every = job, opt, job.config.sync_every
         outer = outer_of(job.config)
-        self.rule = outer or Rule("Add")  #: under which the parameters are registered
+        self.rule = outer or Rule("Add")  #: for registering the parameters
         self._is_gradient = outer is not None
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
@@ -32,7 +32,7 @@ class LocalSteps:
     def begin(
         self, tracked: Sequence[Tracked], flat: FlatMemory, synchronise: Callable[[float, Ranges], None]
     ) -> None:
-        """The flat memory holds the parameters of the last averaging: what deltas are taken against."""
+        """The flat memory holds the last averaged parameters, the base of deltas."""
         self._tracked, self._flat, self._synchronise = tracked, flat, synchronise
 
     def step(self, weight: float, scale: torch.Tensor | None, overflow: bool, clip_norm: float | None) -> None:
@@ -52,7 +52,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Sends the deltas of the steps since the last averaging, if there were any."""
+        """Sends the deltas of the steps since the last averaging, if any."""
         if not self._steps:
             return
         self._job.validation.before_average()
@@ -65,7 +65,7 @@ class LocalSteps:
             arena = exchange.arena(segment.index)
             target = as_tensor(arena, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
             start, end = self._flat.view(position), item.tensor.detach().to("cpu")
-            # A rule goes against its gradient: where the local steps have gone is the way it is to go.
+            # A rule descends along its gradient, so the gradient is the negative delta.
             torch.sub(*((start, end) if self._is_gradient else (end, start)), out=target)
         weight, self._steps, self._weight = self._weight, 0, 0.0
         self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))
@@ -73,7 +73,7 @@ class LocalSteps:
 
 @contextlib.contextmanager
 def _scaled(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """For one step its learning rates are multiplied; the script and its schedulers see them as they are."""
+    """Multiplies the learning rates for one step; the script and its schedulers see them unchanged."""
     rates = [] if factor == 1.0 else [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
         for group, rate in rates:

@@ -1,4 +1,4 @@
-"""Errors of a data set or of a `collate_fn` say which samples they are about, and where these lie."""
+"""Errors of a data set or a `collate_fn` name their samples and where they are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOST_NAMED = 4
 
 
 class Read(list[Any]):
-    """Samples of a shard as they were read, and where they lie."""
+    """Samples of a shard as read, and their positions."""
 
     where = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-    """What a data set has given for these numbers."""
+    """What a data set returned for these numbers."""
 
     dataset: Any
     numbers: Sequence[Any]
@@ -37,7 +37,7 @@ class Fetched:
 
 
 class Named:
-    """A data set as torch's iterators read it. Its errors get a note, and keep their type and their text."""
+    """A data set for torch's iterators. Its errors get a note, and keep their type and text."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -58,7 +58,7 @@ class Named:
 
 
 class Collating:
-    """A `collate_fn`, for what such a data set gives."""
+    """Wraps a `collate_fn` for such a data set."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -72,23 +72,24 @@ class Collating:
 
 
 class Beginning:
-    """A `worker_init_fn`, which finds the script's own data set in torch's `get_worker_info()`, as always."""
+    """Wraps a `worker_init_fn`, so that torch's `get_worker_info()` shows the script's own data set."""
 
     def __init__(self, given: Callable[[int], None] | None) -> None:
         self._given = given
 
     def __call__(self, worker_id: int) -> None:
         info: Any = torch.utils.data.get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # which torch has frozen
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch has frozen it
         if self._given is not None:
             self._given(worker_id)
 
 
 def where(dataset: Any, number: int) -> str:
-    """A sample, and where it lies: by the data set's own `where(number)`, or by a list `samples` of paths, as
-    torchvision's folders have it."""
+    """Names a sample and its location: by the data set's `where(number)`, or by a list `samples` of paths, as in
+    torchvision's folders.
+    """
     told = f"sample {number}"
-    with contextlib.suppress(Exception):  # of what others have written, while an error is being told
+    with contextlib.suppress(Exception):  # foreign code, while an error is being reported
         while isinstance(dataset, torch.utils.data.Subset):
             dataset, number = dataset.dataset, dataset.indices[number]
         dataset = getattr(dataset, "source", dataset)

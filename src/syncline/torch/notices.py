@@ -1,4 +1,4 @@
-"""What a user should know once: differences between what a script does and what it may mean."""
+"""Notices for the user: differences between what a script does and what it probably means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncline.worker.job import Job
 
 
 class Notices:
-    """Says each thing once."""
+    """Reports each notice once."""
 
     def __init__(self, job: Job, in_rounds: bool) -> None:
         self._job = job
@@ -31,7 +31,7 @@ class Notices:
             self._job.notice("buffers are not synchronised: give model= to DistributedOptimizer for that")
 
     def watch(self, items: Sequence[Tracked]) -> None:
-        """One parameter tells whether gradients are edited between backward and step."""
+        """Watches one parameter to see whether gradients are edited between backward and step."""
         if self._watched is not None or not self._wants_clip_notice:
             return
         for item in items:
@@ -45,15 +45,15 @@ class Notices:
             self._version = parameter.grad._version
 
     def mind_changes(self, items: Sequence[Tracked]) -> None:
-        """From now on, `have_changed` tells when the script writes to these parameters.
+        """From now on, `have_changed` tells whether the script writes to these parameters.
 
-        New values land in the memory below a view, which torch's version counters do not see.
+        New values are written below a view, which torch's version counters do not see.
         """
         self._kept = [item.tensor for item in items if item.is_view]
         self._versions = [tensor._version for tensor in self._kept]
 
     def have_changed(self) -> bool:
-        """Whether the script has written to a parameter since this was last asked; not through `.data`."""
+        """Whether the script has written to a parameter since the last call; not through `.data`."""
         versions = [tensor._version for tensor in self._kept]
         has_changed, self._versions = versions != self._versions, versions
         return has_changed

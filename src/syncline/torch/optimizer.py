@@ -18,13 +18,13 @@ from syncline.net.device_channel import DeviceChannel
 from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
-from syncline.torch.channel_carrier import HatchCarrier
-from syncline.torch.device_landing import DeviceLanding
+from syncline.torch.channel_carrier import ChannelCarrier
+from syncline.torch.device_receiver import DeviceReceiver
 from syncline.torch.gradients import Gradients
-from syncline.torch.landing import HostLanding, Landing
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.receiver import HostReceiver, ParameterReceiver
 from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
 from syncline.torch.schedulers import Schedulers
@@ -37,7 +37,7 @@ from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
 from syncline.worker.metrics import with_factor
 
-#: Steps between two looks at what a script has written to parameters, beside other workers.
+#: Steps between two checks whether a script has written to parameters, with several workers.
 _LOOK_STEPS = 32
 
 
@@ -52,7 +52,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    is_saved_by_job = True  #: so it is no part of `job.state`
+    is_saved_by_job = True  #: so it need not be in `job.state`
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check(opt, clip_norm, buffers)
         self._opt, self._model, self._overlap, self._clip_norm = opt, model, overlap, clip_norm
         self._registered = self._has_pushed = False
-        self._uses_data = False  # the script writes to parameters through `.data`, which is seen by samples only
+        self._uses_data = False  # the script writes through `.data`, which is detected by sampling only
         self._schedule: Callable[[Job, list[dict[str, Any]]], None] | None = None
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
@@ -84,30 +84,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
         self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
         self._sides = self._open_sides()
-        self._hatch = self._find_hatch()
+        self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
         self._register_groups(0)
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
-        self._landing = self._make_landing()
+        self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
-        if self._local is None:  # else what it has is its own until the next average
+        if self._local is None:  # with local steps its values are its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
         take_part_in(self._job.validation, self, model)
 
     def _is_as_in_torch(self, items: Sequence[Tracked]) -> bool:
-        """Whether this optimizer has a state of its own, also when another one has the same parameters. It has in an
-        embedded job: there each of them gives the servers the values that it finds. (Not on a GPU, nor with local
-        steps.)"""
+        """Whether this optimizer has its own state even if another one has the same parameters. In an embedded job
+        it does: there each uploads the values that it finds. (Not on a GPU, nor with local steps.)
+        """
         is_plain = self._job.is_embedded and self._job.config.sync_every == 1
         return is_plain and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
-        """Its groups' numbers are saved with the script's state, and with local steps all that the optimizer has."""
+        """Saves the groups' options with the script's state; with local steps the whole optimizer state."""
         faces, alone = (weakref.proxy(self), self._opt), self._job.is_embedded
         schedulers = Schedulers(faces, self._job.notice, holds=not alone)
         self._remembered = Remembered(self._opt, schedulers, self._job.notice, with_state=self._local is not None)
@@ -133,13 +133,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"buffers = {buffers!r}: there are chief, mean")
 
     def _share_state(self) -> None:
-        """One set of groups and one state, whether seen through the wrapper or the wrapped."""
+        """Wrapper and wrapped optimizer share groups and state."""
         self.param_groups, self.state = self._opt.param_groups, self._opt.state
 
     # -- registering --------------------------------------------------------------------------------------
 
     def _register_groups(self, first: int) -> None:
-        """Puts the parameters of the groups from `first` on into the job: one segment, a rule per group."""
+        """Registers the parameters of the groups from `first` on: one segment, a rule per group."""
         items = [item for item in self._tracked if item.group >= first]
         if not items:
             raise LayoutError("the optimizer has no parameters")
@@ -157,40 +157,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notices.watch(items)
 
     def _open_sides(self) -> tuple[Side, Side] | None:
-        """The ways out of and into the one device that has all parameters, if it has streams beside the user's."""
+        """Side streams from and to the one device with all parameters, if it has any."""
         devices = {item.tensor.device for item in self._tracked}
         if self._local is not None or len(devices) != 1:
             return None
         out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
         return (out, into) if out is not None and into is not None else None
 
-    def _find_hatch(self) -> DeviceChannel | None:
-        """To the server of this process, where that has its slices on the device of all parameters."""
-        hatch = self._job.exchange.routes.hatch
+    def _find_device_channel(self) -> DeviceChannel | None:
+        """The channel to the server of this process, if its slices are on the device of all parameters."""
+        device_channel = self._job.exchange.routes.device_channel
         devices = {item.tensor.device for item in self._tracked}
         return (
-            hatch
-            if self._sides is not None and hatch is not None and devices == {torch.device(hatch.device)}
+            device_channel
+            if self._sides is not None
+            and device_channel is not None
+            and devices == {torch.device(device_channel.device)}
             else None
         )
 
     def _carrier(self, segment: Segment, items: Sequence[Tracked]) -> Carrier:
         if self._sides is None:
             return ArenaCarrier(self._job.exchange, segment)
-        if self._hatch is not None:
-            return HatchCarrier(self._job.exchange, segment, items[0].tensor.device, self._hatch)
+        if self._device_channel is not None:
+            return ChannelCarrier(self._job.exchange, segment, items[0].tensor.device, self._device_channel)
         return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 
     def _group_rule(self, index: int) -> Rule:
         return self._local.rule if self._local else group_rule(self._rule, self.param_groups[index])
 
     def _register_others(self) -> None:
-        """Parameters that no optimizer updates: everyone takes the chief's values once."""
+        """Registers parameters that no optimizer updates: all workers take the chief's values once."""
         rest = others(self._model, self._tracked, self._prefix) if self._model is not None else []
         if rest:
             _take(rest, self._job.kv.register([(i.name, on_cpu(i.tensor)) for i in rest], Rule("Assign")))
 
-    def _make_landing(self) -> Landing:
+    def _make_receiver(self) -> ParameterReceiver:
         window, exchange = self._job.config.window, self._job.exchange
         if self._sides is not None:
             if self._overlap and self._model is not None:
@@ -198,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "new parameters come while the script goes on, and are awaited where modules read them; who "
                     "reads them elsewhere (in a list kept from before) calls wait() first, or gives overlap=False"
                 )
-            return DeviceLanding(
+            return DeviceReceiver(
                 exchange,
                 self._tracked,
                 self._buffers,
@@ -206,12 +208,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 side=self._sides[1],
                 model=self._model,
                 lazy=self._overlap,
-                hatch=self._hatch,
+                device_channel=self._device_channel,
             )
-        landing = HostLanding(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
+        receiver = HostReceiver(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
         if self._local is not None:
-            self._local.begin(self._tracked, landing.flat, self._synchronise)
-        return landing
+            self._local.begin(self._tracked, receiver.flat, self._synchronise)
+        return receiver
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch has it; after construction, the new parameters join the job too."""
@@ -227,8 +229,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         fresh = [i for i in name_parameters(self.param_groups, self._model, self._prefix) if i.group >= first]
         self._tracked += fresh
         self._register_groups(first)
-        self._landing.close()
-        self._landing = self._make_landing()
+        self._receiver.close()
+        self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._remembered.look()
 
@@ -251,14 +253,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._schedule is not None:
             self._schedule(self._job, self.param_groups)
-        self._landing.before_push()
+        self._receiver.before_push()
         taken, self._taken = self._job.samples_taken - self._taken, self._job.samples_taken
         self._batch_sizes.at_step(is_weighted=weight is not None, num_taken=taken)
         weight = float(max(taken, 0) or 1) if weight is None else float(weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
         scale, overflow = self._scaling()
-        if self._job.life.number > 1 and self._schedule is None:  # else they follow the progress of the run
+        if self._job.life.number > 1 and self._schedule is None:  # otherwise they follow the progress of the run
             self._job.uses_rates(self._rates())
         if self._local is not None:
             self._local.step(weight, scale, overflow, self._clip_norm)
@@ -279,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {f"{self._prefix}{n}": group["lr"] for n, group in enumerate(self.param_groups) if "lr" in group}
 
     def _scaling(self) -> tuple[torch.Tensor | None, bool]:
-        """What a GradScaler left here: the factor that unscales the gradients, and whether they overflowed."""
+        """A GradScaler's factor that unscales the gradients, and whether they overflowed."""
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf is not None and bool(found_inf)
@@ -296,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._keep_changes()
             self._has_pushed = True
             if clip is not None and not self._in_rounds:
-                # On arrival there is no round's mean: what is pushed is clipped here, by its own norm.
+                # Without rounds there is no mean: the push is clipped here, by its own norm.
                 scale, clip = self._own_clip(clip, scale), None
             for gradients in self._gradients:
                 pushed += gradients.collect(scale)
@@ -314,42 +316,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
             finite=tuple(sorted(ids for g in self._gradients for ids in g.finite)) if not overflow else (),
         )
-        self._landing.before_commit()
-        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
+        self._receiver.before_commit()
+        self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
 
     def _minds_changes(self) -> bool:
-        """Beside other workers what a script writes is only told, once: it is looked for now and then."""
+        """Whether to check for writes now. With several workers they are only reported, once, so checks are rare."""
         if self._job.is_embedded or not self._has_pushed:
             return True
         return not self._notices.has_told_change and self._job.own_step % _LOOK_STEPS == 0
 
     def _have_changed(self) -> bool:
-        """Whether the script has written to parameters since the last step, or gave them other memory."""
+        """Whether the script has written to parameters since the last step, or replaced their memory."""
         if self._local is not None or not self._minds_changes():
             return False
-        has_changed, is_written = self._notices.have_changed(), self._landing.is_written
+        has_changed, is_written = self._notices.have_changed(), self._receiver.is_written
         self._uses_data |= is_written and not has_changed
-        is_left = self._job.is_embedded and self._landing.is_left
+        is_left = self._job.is_embedded and self._receiver.is_left
         return has_changed or is_written or self._uses_data or is_left
 
     def _keep_changes(self) -> None:
-        """The script has written to parameters since the last step. Its values count before the first step, and in an
-        embedded job. Elsewhere other workers read and update the same parameters: then the script is told so.
+        """Handles writes to parameters. The script's values count before the first step, and in an embedded job.
+        Otherwise other workers update the same parameters, and the user is told.
         """
-        assert isinstance(self._landing, HostLanding)
+        assert isinstance(self._receiver, HostReceiver)
         exchange, is_alone = self._job.exchange, self._job.is_embedded
         if not self._job.is_chief:
             return
         is_first = self._in_rounds and not self._has_pushed and not self._job.config.is_ring
         try:
             if is_alone or is_first:
-                self._landing.flat.gather()
-                for index, values in self._landing.flat.flats.items():
+                self._receiver.flat.gather()
+                for index, values in self._receiver.flat.flats.items():
                     exchange.upload(exchange.layout.segments[index], values, again=is_alone)
                 return
         except ProtocolError:
             pass  # the job has made steps before
-        if self._landing.is_written:  # else they were exchanged for an evaluation, and put back
+        if self._receiver.is_written:  # otherwise they were swapped for an evaluation and restored
             self._notices.tell_change()
 
     def _own_clip(self, clip: float, scale: torch.Tensor | None) -> torch.Tensor:
@@ -359,8 +361,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.clamp(clip / (norm + 1e-6), max=1.0) * factor
 
     def _overrides(self) -> Sequence[tuple[int, int, Mapping[str, Option]]]:
-        """Hyperparameters that differ from the registered ones. In a round those of one worker count, the chief's
-        where it is in it; it may not be, or may die before the next one knows that it is the chief."""
+        """Hyperparameters that differ from the registered ones. In a round those of one worker count: the chief's
+        if it takes part, else the most senior one's.
+        """
         found, factor = [], self._job.lr_factor
         for segment, group, index, options in self._watched:
             if changed := with_factor(options.of(self.param_groups[index]), options.registered, factor):
@@ -368,7 +371,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def _watch_options(self, segment: Segment, first: int) -> None:
-        """The groups from `first` on are registered, each with a rule of this segment."""
+        """Watches the options of the groups from `first` on, each registered with a rule of this segment."""
         for index in range(first, len(self.param_groups)):
             item = next(item for item in self._tracked if item.group == index)
             group = segment.parameters[self._job.exchange.layout.where[item.name][1]].group
@@ -377,18 +380,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Returns when the new parameters may be read anywhere: on a GPU, by what is queued from now on."""
-        self._landing.wait()
+        self._receiver.wait()
 
     def _settle(self) -> None:
-        self._landing.settle()
+        self._receiver.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
-        """For local steps: the deltas in the arena are averaged, the mean lands in the flat memory."""
+        """For local steps: averages the deltas in the arena; the mean is received into the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         push = Push(pushed=tuple(sorted(pushed)), weight=weight)
-        self._landing.opened(self._job.exchange.commit(push, self._landing.sink))
-        self._landing.settle()
+        self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
+        self._receiver.settle()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -396,15 +399,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._settle()
         if self._local is not None:
             self._local.flush()
-        self._landing.pull()
+        self._receiver.pull()
 
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What servers keep with `--average ema:D`: the average of each parameter, where there is one."""
+        """The servers' running averages (`--average ema:D`) by parameter, if there are any."""
         self._settle()
         return read_average(self._job.exchange, self._tracked)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The parameters that it updates, by their names in the job."""
+        """The updated parameters by their names in the job."""
         return {item.name: item.tensor for item in self._tracked}
 
     @contextlib.contextmanager
@@ -454,7 +457,7 @@ def _take(items: Sequence[Tracked], values: dict[str, Any]) -> None:
 def _as_long_as_alive(
     optimizer: DistributedOptimizer, action: Callable[[DistributedOptimizer], None]
 ) -> Callable[[], None]:
-    """Does it to an optimizer that is still there: the job does not keep it alive."""
+    """Calls an action on an optimizer while it lives; the job does not keep it alive."""
     found = weakref.ref(optimizer)
 
     def act() -> None:

@@ -1,4 +1,4 @@
-"""Names for a model's parameters and buffers, and their places in flat memory."""
+"""Names of a model's parameters and buffers, and their places in flat memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncline.errors import LayoutError
 from syncline.net.memory import aligned_zeros
 from syncline.worker.arrays import Bytes
 
-#: Bytes of a segment that tell whether somebody has written to it.
+#: Bytes sampled per segment to detect writes.
 _SAMPLES = 1024
 
 
@@ -26,8 +26,8 @@ class Tracked:
 
     name: str
     tensor: torch.Tensor
-    group: int  # of the optimizer; -1 for what no optimizer updates
-    is_view: bool = False  # the tensor itself lies in the flat memory
+    group: int  # of the optimizer; -1 for parameters without one
+    is_view: bool = False  # the tensor shares the flat memory
 
 
 def name_parameters(
@@ -46,11 +46,11 @@ def name_parameters(
 
 
 def free_prefix(taken: dict[str, Any], items: Sequence[Tracked], *, shares: bool = True) -> str:
-    """What to put before these names, so that another model of this job with the same names stays another one.
+    """A prefix that keeps these names apart from another model of this job with the same names.
 
-    `taken` has a weak reference to the tensor of every name; these items are added to it. A name is never given
-    back, also when its model is gone: its values on the servers are that model's. `shares`: two optimizers of the
-    same tensors have them under the same names, with one rule and one state.
+    `taken` has a weak reference to the tensor of every name; these items are added. Names are never reused, even if
+    their model is gone: its values stay on the servers. `shares`: two optimizers of the same tensors use the same
+    names, with one rule and one state.
     """
     count = 0
     while any(_is_anothers(taken, _prefix(count) + i.name, i.tensor if shares else None) for i in items):
@@ -68,9 +68,9 @@ def _prefix(count: int) -> str:
 
 
 def others(model: torch.nn.Module, tracked: Sequence[Tracked], prefix: str) -> list[Tracked]:
-    """Parameters of the model that this optimizer does not have: the chief's values count, once.
+    """Parameters of the model without this optimizer: the chief's values count, once.
 
-    Under names of their own: another optimizer may bring them under theirs.
+    They have separate names, since another optimizer may register them.
     """
     have = {id(item.tensor) for item in tracked}
     found = [(name, p) for name, p in model.named_parameters() if id(p) not in have]
@@ -78,7 +78,7 @@ def others(model: torch.nn.Module, tracked: Sequence[Tracked], prefix: str) -> l
 
 
 def buffers_of(model: torch.nn.Module, prefix: str) -> list[Tracked]:
-    """The buffers that a server can host, and that have anything in them."""
+    """The non-empty buffers that a server can host."""
     return [
         Tracked(prefix + name, buffer, -1)
         for name, buffer in model.named_buffers()
@@ -91,7 +91,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FlatMemory:
-    """The parameters of some segments as one run of bytes each; the model's tensors lie in it where they can."""
+    """The parameters of each segment as one run of bytes, shared with the model's tensors where possible."""
 
     def __init__(self, layout: Layout, tracked: Sequence[Tracked], *, in_place: bool) -> None:
         self._layout = layout
@@ -115,38 +115,38 @@ class FlatMemory:
         self.note()
 
     def note(self) -> None:
-        """What is here now has landed."""
+        """Records the current content as received."""
         self._noted = self._sampled()
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written here since then; looked at some places only, which costs microseconds."""
+        """Whether the memory was written since; checks samples, which takes microseconds."""
         return self._sampled() != self._noted
 
     def _sampled(self) -> list[bytes]:
         return [flat.take(places).tobytes() for flat, places in self._samples]
 
     def view(self, position: int) -> torch.Tensor:
-        """The flat memory's version of the parameter at this position."""
+        """The flat memory's view of the parameter at this position."""
         return self._views[position][1]
 
     @property
     def is_left(self) -> bool:
-        """Whether a tensor that lay here lies in other memory now: another optimizer's, or the script's own."""
+        """Whether a tensor has left the flat memory: for another optimizer's, or the script's."""
         return any(tensor.data_ptr() != place for tensor, place in self._places)
 
     @torch.no_grad()
     def gather(self) -> None:
-        """What the tensors have comes into the flat memory."""
+        """Copies the tensors into the flat memory."""
         for item, view in self._views:
             if _lies_elsewhere(item.tensor, view):
                 view.copy_(item.tensor)
 
     @torch.no_grad()
     def spread(self) -> None:
-        """What has landed in the flat memory goes into the tensors that do not lie in it."""
+        """Copies the flat memory into the tensors that do not share it."""
         for item, view in self._views:
-            # Somebody may have put other memory in its place: model.to(), an exchange of weights.
+            # Other memory may have been put in its place: model.to(), swapped weights.
             if not item.is_view or item.tensor.data_ptr() != view.data_ptr():
                 item.tensor.copy_(view)
 

@@ -1,4 +1,4 @@
-"""What is saved of an optimizer with a script's state: the numbers of its groups, and what local steps keep."""
+"""The saved state of an optimizer: its groups' options, and with local steps its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncline.worker.checkpoint.encoding import Encoder
 
 
 class Remembered:
-    """Of one torch optimizer. What the script was given other numbers for since, stays the script's."""
+    """Of one torch optimizer. Options that the script has changed since are kept."""
 
     def __init__(
         self, opt: torch.optim.Optimizer, schedulers: Schedulers, notice: Callable[[str], None], *, with_state: bool
@@ -25,7 +25,7 @@ class Remembered:
         self.look()
 
     def look(self) -> None:
-        """The groups that are new: the script says their numbers now."""
+        """Records the options of new groups."""
         self._given += copy.deepcopy(_options(self._opt)[len(self._given) :])
 
     def take(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Remembered:
         return {**found, "schedulers": schedulers} if schedulers else found
 
     def put_back(self, saved: Any) -> bool:
-        """Whether schedulers got back what was saved of them."""
+        """Restores saved options. Returns whether schedulers were restored."""
         try:
             given, options = saved["given"], saved["options"]
             if self._with_state and "state" in saved:
@@ -63,7 +63,7 @@ class Remembered:
 
 
 def _options(opt: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Of each group, all that can be saved."""
+    """The serializable options of each group."""
     return [{k: v for k, v in group.items() if k != "params" and _can_be_saved(v)} for group in opt.param_groups]
 
 

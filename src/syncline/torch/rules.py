@@ -1,4 +1,4 @@
-"""From a torch optimizer to rules by name: what its groups say, in plain numbers."""
+"""Converts torch optimizers to rules by name and plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.errors import RuleError
 
 
 def rule_name(optimizer: torch.optim.Optimizer) -> str:
-    """The rule of an optimizer; a RuleError says what there is and what else can be done."""
+    """The rule of an optimizer; a RuleError lists the known ones and alternatives."""
     kind = type(optimizer)
     if kind.__name__ in OPTIONS and kind is getattr(torch.optim, kind.__name__, None):
         return str(kind.__name__)
@@ -27,12 +27,12 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def group_options(name: str, group: dict[str, Any]) -> dict[str, Option]:
-    """The hyperparameters of a group that travel, as plain numbers."""
+    """A group's transferable hyperparameters, as plain numbers."""
     return {key: plain_option(name, key, group[key]) for key in OPTIONS[name] if key in group}
 
 
 class ChangedOptions:
-    """The hyperparameters of a group that differ from the registered ones: worked out again when one is set again."""
+    """The hyperparameters of a group that differ from the registered ones; recomputed when one is set."""
 
     def __init__(self, name: str, registered: Mapping[str, Option]) -> None:
         self._name, self.registered = name, registered
@@ -49,7 +49,7 @@ class ChangedOptions:
 
     @staticmethod
     def _may_differ(given: Sequence[Any], last: Sequence[Any]) -> bool:
-        """What can change in place, as a tensor or a list can, is looked at every time."""
+        """Whether it must be compared: tensors and lists can change in place."""
         pairs = zip(given, last, strict=True)
         return any(a is not b or isinstance(a, list) or hasattr(a, "item") for a, b in pairs)
 

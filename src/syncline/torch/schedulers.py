@@ -1,8 +1,8 @@
-"""The learning-rate schedulers that a script has made on an optimizer: found, so that a restart gets them back,
-and so that none of them ends the script.
+"""Finds the learning-rate schedulers of an optimizer, to restore them after a restart and to keep them from ending
+the script.
 
-torch keeps no list of them. But the first one wraps the optimizer's `step`, so that only scripts which have any pay
-for the search: a look through the objects that the garbage collector knows.
+torch has no list of them. The first one wraps the optimizer's `step`, so that only scripts with schedulers pay for
+the search through the garbage collector's objects.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _MARK = "_wrapped_by_lr_sched"
 
 
 class Schedulers:
-    """Of one optimizer, which a script may know under two faces: the wrapper and the wrapped."""
+    """Of one optimizer, known to the script as wrapper or wrapped."""
 
     def __init__(
         self, faces: Iterable[torch.optim.Optimizer], notice: Callable[[str], None], *, holds: bool = True
     ) -> None:
-        """`holds`: OneCycleLR stays at its end. A worker that is alone knows how many steps it makes."""
+        """`holds`: OneCycleLR stays at its end. A single worker knows how many steps it makes."""
         self._faces, self._notice, self._holds = tuple(faces), notice, holds
         self._found: dict[str, Any] = {}  # by class
         self._num_looks, self._next_look = 0, 0
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
-        """By the name of the class; nothing of those that cannot be told apart."""
+        """By class name; without those that cannot be told apart."""
         self._num_looks += 1
-        if self._num_looks > self._next_look:  # later ones are found later, and ever more rarely looked for
+        if self._num_looks > self._next_look:  # later ones are found later; the search becomes rarer
             self._next_look = 2 * self._num_looks
             self.look()
         return {name: scheduler.state_dict() for name, scheduler in self._found.items()}
 
     def load(self, states: dict[str, dict[str, Any]]) -> bool:
-        """Each gets the state of its class; whether any did."""
+        """Restores each by class. Returns whether any was restored."""
         self.look()
         known = self._found.keys() & states.keys()
         for name in sorted(known):
@@ -46,11 +46,11 @@ class Schedulers:
         return bool(known)
 
     def look(self) -> None:
-        """Finds those that there are now."""
+        """Finds the current ones."""
         if not any(hasattr(face.step, _MARK) for face in self._faces):
             return
         kind = torch.optim.lr_scheduler.LRScheduler
-        # By type alone: others' objects are not asked for anything, some would warn or load modules.
+        # By type only: touching foreign objects may warn or import modules.
         made = [one for one in gc.get_objects() if issubclass(type(one), kind) and _of(one) in self._faces]
         inner = {id(one) for outer in made for one in getattr(outer, "_schedulers", ())}
         outermost = [one for one in made if id(one) not in inner]
@@ -68,8 +68,9 @@ class Schedulers:
 
     @functools.cached_property
     def _held(self) -> type[OneCycleLR]:
-        """OneCycleLR, which raises behind its last step, stays there. A worker cannot know how many steps it makes:
-        after a death the others make more of them, and without rounds the faster one does."""
+        """Makes OneCycleLR stay at its last step instead of raising. A worker cannot know its number of steps:
+        after a death the others make more, and without rounds the faster one does.
+        """
         notice = self._notice
 
         class Held(OneCycleLR):
@@ -86,11 +87,11 @@ class Schedulers:
             def __reduce_ex__(self, protocol: Any) -> Any:
                 return OneCycleLR.__new__, (OneCycleLR,), self.__dict__
 
-        # It is saved and found again under the name of torch's own.
+        # Saved and found under the name of torch's class.
         Held.__module__, Held.__qualname__ = OneCycleLR.__module__, OneCycleLR.__qualname__
         return Held
 
 
 def _of(scheduler: Any) -> Any:
-    """Its optimizer; none where its constructor has failed."""
+    """Its optimizer; None if its constructor failed."""
     return getattr(scheduler, "optimizer", None)

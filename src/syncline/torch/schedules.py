@@ -1,4 +1,4 @@
-"""Learning rates as functions of the progress of the whole run: they do not care who makes how many steps."""
+"""Learning rates as functions of the run's progress, independent of who makes the steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncline.errors import ConfigError
 from syncline.torch.optimizer import DistributedOptimizer
 from syncline.worker.job import Job
 
-#: What a learning rate is multiplied by, given the progress of the run (0 to 1).
+#: The factor on a learning rate at this progress of the run (0 to 1).
 Factor = Callable[[float], float]
 Groups = Sequence[dict[str, Any]]
 
@@ -31,7 +31,7 @@ class Schedule:
         return self.last_factors[0] if self.last_factors else None
 
     def apply(self, job: Job, groups: Groups) -> None:
-        """Each group's learning rate is that of the progress now. `DistributedOptimizer.step` calls it."""
+        """Sets each group's learning rate for the current progress. `DistributedOptimizer.step` calls it."""
         self._take_base(groups)
         progress = job.progress
         self.last_factors = [self._factor(index, progress) for index in range(len(groups))]
@@ -40,7 +40,7 @@ class Schedule:
             group["lr"] = base * factor
 
     def _take_base(self, groups: Groups) -> None:
-        """Of groups that are new: what they were given, also where a scheduler has changed it since."""
+        """Records the base of new groups: the given rate, even if a scheduler has changed it."""
         if not callable(self._factors) and len(self._factors) != len(groups):
             raise ConfigError(
                 f"schedule: {len(self._factors)} functions for {len(groups)} parameter groups: give one for each "

@@ -1,4 +1,4 @@
-"""Optimizer state between torch's `state_dict` and the slices of the servers."""
+"""Converts optimizer state between torch's `state_dict` and the servers' slices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.torch.parameters import Tracked
 from syncline.worker.arrays import Bytes
 from syncline.worker.exchange.servers import ServersExchange
 
-#: One number per parameter, however the parameter is shaped.
+#: State entries with one number per parameter.
 SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
@@ -25,7 +25,7 @@ def _slices(layout: Layout, tracked: Sequence[Tracked]) -> list[Slice]:
 
 
 def read_average(exchange: ServersExchange, tracked: Sequence[Tracked]) -> dict[torch.Tensor, torch.Tensor]:
-    """The average that servers keep (`--average ema:D`), of each parameter of which there is one."""
+    """The servers' running averages (`--average ema:D`) by parameter."""
     found = read_state(exchange, tracked, AVERAGE_KEY)
     return {parameter: state[AVERAGE_KEY] for parameter, state in found.items() if AVERAGE_KEY in state}
 
@@ -33,8 +33,9 @@ def read_average(exchange: ServersExchange, tracked: Sequence[Tracked]) -> dict[
 def read_state(
     exchange: ServersExchange, tracked: Sequence[Tracked], only: str = ""
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the servers' rules remember, per parameter and in its shape. `only`: this of it, which may be the average;
-    else that is left out, since it is no optimizer's."""
+    """The servers' rule state by parameter, in its shape. `only`: this entry, which may be the average; otherwise
+    the average is left out.
+    """
     layout = exchange.layout
     by_name = {item.name: item.tensor for item in tracked}
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -58,7 +59,7 @@ def read_state(
 
 
 def load_state(exchange: ServersExchange, tracked: Sequence[Tracked], state: Mapping[Any, dict[str, Any]]) -> None:
-    """Gives the servers' rules the state of a torch optimizer."""
+    """Sets the servers' rule state from a torch optimizer's."""
     layout = exchange.layout
     by_name = {item.name: item.tensor for item in tracked}
     parts = _slices(layout, tracked)

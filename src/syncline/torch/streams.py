@@ -1,6 +1,6 @@
-"""Copies beside the user's stream: queued in order, waited for by marks. And host memory that a GPU copies fast.
+"""Copies on side streams, ordered by marks; and host memory that a GPU copies fast.
 
-Nothing here blocks the user's stream; a test puts a twin in place of the GPU (`open_side`).
+Nothing here blocks the user's stream. Tests replace the GPU (`open_side`).
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ class StreamMark(Protocol):
         """Whether everything queued before it has happened."""
 
     def wait(self) -> None:
-        """The caller waits until it is done."""
+        """Blocks the caller until it is done."""
 
     def order(self) -> None:
-        """What the caller's stream does from now on comes after it."""
+        """Orders the caller's stream after it."""
 
 
 class Side(Protocol):
-    """A queue of copies between host and device, beside the user's stream."""
+    """A queue of copies between host and device, besides the user's stream."""
 
     def current(self) -> Hashable:
         """The caller's stream."""
 
     def follow(self, stream: Any = None) -> None:
-        """What is queued here from now on comes after all that a stream (the caller's) has to do so far."""
+        """Later copies wait for everything queued so far on a stream (by default the caller's)."""
 
     def follow_event(self, event: Any) -> None:
-        """What is queued here from now on comes after an event of another stream."""
+        """Later copies wait for an event of another stream."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy; both stay alive and untouched until a later mark is done."""
+        """Queues a copy; both tensors must stay unchanged until a later mark is done."""
 
     def mark(self) -> StreamMark:
         """Done when everything queued so far is."""
 
     def host_memory(self, array: Bytes) -> torch.Tensor:
-        """Host memory of others as a tensor that copies fast. The same memory is prepared once, and kept alive."""
+        """Foreign host memory as a tensor that copies fast; registered once and kept alive."""
 
     def new_host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Host memory of our own that copies fast."""
+        """New host memory that copies fast."""
 
 
 def open_side(device: torch.device, say: Callable[[str], None]) -> Side | None:
-    """A side of this device; None where nothing is gained by one."""
+    """A side of this device; None if it gains nothing."""
     return CudaSide(device, say) if device.type == "cuda" else None
 
 

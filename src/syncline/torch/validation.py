@@ -1,4 +1,4 @@
-"""torch models in a validation: the job's parameters in them, nothing learned meanwhile, batches as torch has."""
+"""torch models in a validation: weights of candidates, evaluation mode, and torch batches."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class ValidatedModel:
         self._own: dict[str, torch.Tensor] = {}
 
     def note_own(self) -> None:
-        """A copy of what the model has now."""
+        """Copies the model's current weights."""
         for name, parameter in self._optimizer.named().items():
             if name not in self._own:
                 self._own[name] = torch.empty_like(parameter, device="cpu", memory_format=torch.contiguous_format)
             self._own[name].copy_(parameter.detach())
 
     def own(self) -> dict[str, Any]:
-        """What was noted last; where nothing was, what the model has."""
+        """The weights noted last, or the current ones."""
         if not self._own:
             self.note_own()
         return {name: value.clone() for name, value in self._own.items()}
 
     def pull(self, *, average: bool) -> None:
-        """The job's parameters; with the average of the same moment."""
+        """Pulls the job's parameters, and the average of the same version."""
         self._optimizer.pull()
         self._average = self._optimizer.read_average() if average else {}
 
     def forget(self) -> None:
-        """The validation is over."""
+        """The validation is over: drops what was pulled."""
         self._average = {}
 
     @contextlib.contextmanager
     def having(self, candidate: str, folder: str) -> Iterator[None]:
-        """While it lasts the model has the weights of this candidate; `folder`: of one that is on disk."""
+        """Context with the weights of this candidate; `folder`: where a candidate on disk lies."""
         if candidate == WEIGHTS:
             yield
             return
@@ -84,7 +84,7 @@ class ValidatedModel:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients, in eval mode; afterwards every module is in the mode in which it was."""
+        """Context without gradients, in eval mode; restores every module's mode."""
         modes = [(module, module.training) for module in self._model.modules()] if self._model is not None else []
         if self._model is not None:
             self._model.eval()
@@ -97,7 +97,7 @@ class ValidatedModel:
 
 
 def take_part_in(validating: WorkerValidation, optimizer: PulledParameters, model: torch.nn.Module | None) -> None:
-    """As long as this optimizer is there, validations see to its parameters."""
+    """Validations use this optimizer's parameters while it lives."""
     alive, made = weakref.ref(optimizer), weakref.WeakValueDictionary[str, ValidatedModel]()
 
     def find() -> ValidatedModel | None:

@@ -119,7 +119,7 @@ def check_finite(name: str, array: Array, who: str) -> None:
         )
 
 
-#: A thread is worth waking for at least this much; no thread copies more at once, so that all end together.
+#: Waking a thread pays off from the first size on; chunks up to the second size keep threads evenly loaded.
 LEAST_BYTES, MOST_BYTES = 4 << 20, 8 << 20
 Pair = tuple[Bytes, Bytes]
 T = TypeVar("T")
@@ -141,18 +141,20 @@ def _copy_one(pair: Pair) -> bool:
 
 
 def count_threads(num_bytes: int) -> int:
-    """Among how many threads work on so many bytes is worth sharing."""
+    """How many threads to use for this many bytes."""
     return min(num_threads(), num_bytes // LEAST_BYTES) if num_bytes >= 2 * LEAST_BYTES else 1
 
 
 def share(items: Iterable[T], work: Callable[[T], bool], num_bytes: int) -> bool:
-    """Whether `work` says yes to every item. Threads take one after the other; at the first no, all stop."""
+    """Runs `work` on all items in several threads. Returns whether all returned True; the first False stops all
+    threads.
+    """
     left = collections.deque(items)
     told = threading.Event()
     others = [_threads().submit(_take, left, work, told) for _ in range(count_threads(num_bytes) - 1)]
     _take(left, work, told)
     for other in others:
-        if not other.cancel():  # one that has not begun has nothing left to do
+        if not other.cancel():  # not started: nothing left to do for it
             other.result()
     return not told.is_set()
 

@@ -29,14 +29,14 @@ def has_current_job() -> bool:
 
 
 def make_current(job: Job) -> Job:
-    """From now on, this is the process's job."""
+    """Makes this the process's job."""
     global _current
     _current = job
     return job
 
 
 def forget(job: Job) -> None:
-    """It is the process's job no more."""
+    """The process has no job any more."""
     global _current
     if _current is job:
         _current = None
@@ -44,7 +44,7 @@ def forget(job: Job) -> None:
 
 @contextlib.contextmanager
 def current_in_thread(job: Job) -> Iterator[None]:
-    """This is the job of the calling thread, while it lasts."""
+    """Makes this the job of the calling thread within the context."""
     _of_thread.job = job
     try:
         yield

@@ -41,7 +41,7 @@ from syncline.worker.waits import ValidationCalled
 
 
 def choose_device(said: str, members: Iterable[Member], host: str, local_rank: int) -> str:
-    """What was said at launch; `auto`: a GPU of its own, where there are enough for all workers of this host."""
+    """The device set at launch. `auto`: one GPU per worker if this host has enough, else the CPU."""
     torch = sys.modules.get("torch")
     if said != "auto":
         if said.startswith("cuda") and torch is not None and not torch.cuda.is_available():
@@ -49,7 +49,7 @@ def choose_device(said: str, members: Iterable[Member], host: str, local_rank: i
         return said
     num_local = sum(member.role == "worker" and member.host == host for member in members)
     num_gpus = torch.cuda.device_count() if torch is not None else 0
-    # Those who have finished keep their ranks, and are no members any more.
+    # Finished workers keep their ranks but are no longer members.
     return f"cuda:{local_rank}" if num_gpus >= max(num_local, local_rank + 1) else "cpu"
 
 
@@ -72,24 +72,26 @@ class Job:
         peers: Peers | None = None,  # links to the other workers
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`embedded`: there is no other worker in this job. `beats`: the coordinator is in another process, and
-        listens."""
+        """`embedded`: this is the only worker. `beats`: the coordinator is in another process and expects
+        heartbeats.
+        """
         self.config: JobConfig = joined.config
-        self.is_embedded = embedded  #: whether this is the only worker, and server and coordinator are its own
+        self.is_embedded = embedded  #: whether server and coordinator run in this process for this worker only
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
         self._me, self._link, self._handlers, self._say = me, link, handlers, say
         self._on_close = on_close
         self._closed = threading.Event()
         self._place = (0, 1, 0)  # rank, world size, local rank
-        self.own_step = 0  #: steps that this worker has made, in all its lives
+        self.own_step = 0  #: steps of this worker, in all its lives
         self._turns: dict[str, int] = {}
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._device: str | None = None
         self._noticed: set[str] = set()
         self._last_committer: Hashable = None
-        self._have_finished: set[Hashable] = set()  # committers, of the last step before a rule stops the script
-        self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: whose names are whose
+        # committers that have made their last step before a rule stops the script
+        self._have_finished: set[Hashable] = set()
+        self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: the owner of each name
         self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
         stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         handlers.rosters.listen(self._take_place)
@@ -106,7 +108,7 @@ class Job:
     def _make_parts(
         self, joined: Joined, dial: Callable[[Member], Endpoint], stamp: Stamp, peers: Peers | None
     ) -> None:
-        """Each part gets what it needs when it is made; from the last line on they answer the coordinator."""
+        """Creates the parts in order of dependency. After the last line they answer the coordinator."""
         name, link, handlers, say = self.name, self._link, self._handlers, self._say
         finite = FiniteCheck(self.config, name, say)
         self.exchange = exchange = ServersExchange(
@@ -156,7 +158,7 @@ class Job:
         )
 
     def _ask_life(self, joined: Joined) -> GivenLife:
-        """Of a worker that was there when the job began, nothing is to ask."""
+        """What the job knows of earlier lives. A worker that was there at the start has none."""
         if not joined.late:
             return GivenLife(step=joined.step)
         answer = self.ask(AskLife())
@@ -205,12 +207,12 @@ class Job:
 
     @property
     def known_device(self) -> str:
-        """The same, if anybody has asked for it so far; else `cpu`."""
+        """The device, if it has been determined; else `cpu`."""
         return self._device or "cpu"
 
     @property
     def checkpoints(self) -> ScriptCheckpoints:
-        """What is saved of the script, for adapters that add to it."""
+        """The saved state of the script; adapters add to it."""
         return self._checkpoints
 
     @property
@@ -219,8 +221,7 @@ class Job:
         return policy_of(self.config).in_rounds
 
     def notice(self, text: str, *, is_own: bool = False) -> None:
-        """Tells the user something, once; in a job of several workers the chief speaks for all, unless it is about
-        this worker (`is_own`)."""
+        """Tells the user something, once. The chief speaks for all workers, unless `is_own` is set."""
         if (self.is_chief or is_own) and text not in self._noticed:
             self._noticed.add(text)
             self._say(text)
@@ -228,28 +229,28 @@ class Job:
     # -- steps, samples, rest -----------------------------------------------------------------------------
 
     def commits(self, committer: Hashable) -> None:
-        """A step is about to be committed, or made locally. Ends the script when a rule has stopped training, and
-        that of a worker that was started again, where this step may have been made before."""
+        """Call before a step is committed or made locally. Ends the script if a rule has stopped training, or if
+        this is a restarted worker that may have made the step before.
+        """
         if self.is_closed:
             raise left(self.name)
         self.own_stream.begin()
         self._end_if_stopped(committer)
-        if self.life.number == 1:  # nothing to ask for, at no cost
+        if self.life.number == 1:  # no checks needed in a first life
             self.life.has_position = self.exchange.lease_acks.has_position or self.life.has_resumed
             return
         with self._leaving_if_it_cannot_resume():
             self.life.commits(in_leases=self.exchange.lease_acks.has_position)
 
     def uses_rates(self, rates: Mapping[str, Any]) -> None:
-        """The learning rates of the step that is about to be committed. Ends a script that was started again, where
-        its schedule began again too."""
+        """Checks the learning rates of the next commit. Ends a restarted script whose schedule started over."""
         with self._leaving_if_it_cannot_resume():
             self.life.uses_rates(
                 {name: float(rate) for name, rate in rates.items()}, has_restored=self.state.num_loaded > 0
             )
 
     def tells_rates(self, rates: Callable[[], Mapping[str, Any]]) -> None:
-        """What the learning rates are, by optimizer and group; asked for now and then, by another thread."""
+        """Registers a function that returns the learning rates by optimizer and group; another thread calls it."""
         self._rates.append(rates)
 
     def rates(self) -> dict[str, float]:
@@ -288,7 +289,7 @@ class Job:
         return max(step, self.exchange.enter()) if in_rounds else step
 
     def stepped(self) -> None:
-        """A step was made: by a push, or locally between two of them."""
+        """Counts a step: a push, or a local step between two pushes."""
         self.own_step += 1
         self.exchange.lease_acks.stepped()
         self.boundary.stepped()
@@ -352,7 +353,7 @@ class Job:
         self._after_wait.append(action)
 
     def script_went_on(self) -> None:
-        """The others' scripts have made what this one leaves out: its state becomes theirs."""
+        """Other workers have made the steps that this one skips: takes over their script's state."""
         self._checkpoints.resume.went_on()
 
     def catch_up(self) -> None:
@@ -371,7 +372,7 @@ class Job:
         self.exchange.settle()
 
     def send_all(self) -> None:
-        """The same, and what is still to be pushed is."""
+        """Sends everything that is still to be pushed, then returns when it is answered."""
         self._send_all()
         self.exchange.settle()
 
@@ -380,11 +381,13 @@ class Job:
             action()
 
     def retire(self) -> None:
-        """This worker is to leave when its step is done, or where it waits for others; from any thread or signal."""
+        """Asks this worker to leave after its step, or while it waits for others. Callable from any thread or
+        signal handler.
+        """
         self._handlers.is_retiring = True
 
     def leave_if_asked(self) -> None:
-        """Between two steps: ends this worker's script, well, when it was asked to leave; waits while it is held."""
+        """Between two steps: ends the script if this worker was asked to leave; waits while the worker is held."""
         self.boundary.stepped()
         self.leave_if_retiring()
         pacing = self._handlers.pacing
@@ -394,13 +397,13 @@ class Job:
         if not self.exchange.lease_acks.num_loops:
             self.validation.look_at_a_boundary()
             if self.boundary.notes_stop and self.should_stop:
-                self.boundary.stops(STEP)  # what is saved last is from here: `Stopped` comes in the middle of a step
+                self.boundary.stops(STEP)  # the last save is from here: `Stopped` is raised in the middle of a step
 
     def _end_if_stopped(self, committer: Hashable) -> None:
-        """If a rule has ended training, and nothing that a loader of ours has read goes into this commit, the worker
-        leaves the job and its script ends (`Stopped`).
+        """If a rule has ended training and this commit contains no leased samples, the worker leaves the job and its
+        script ends (`Stopped`).
 
-        Of several committers (optimizers, or sets of names) each one may finish the step that the last one made.
+        Of several committers (optimizers, or sets of names) each may finish the step that the last one made.
         """
         lease_acks, last, self._last_committer = self.exchange.lease_acks, self._last_committer, committer
         if not self.should_stop or lease_acks.num_loops or lease_acks.is_any_held:
@@ -415,25 +418,26 @@ class Job:
         raise Stopped(reason)
 
     def leave_if_retiring(self) -> None:
-        """Likewise, wherever it waits for others."""
+        """Ends the script if this worker was asked to leave while it waits for others."""
         if self._handlers.is_retiring and not self._closed.is_set():
             self._handlers.pacing.hear(Pace(self.name))
-            self._handlers.retires_now()  # first: what is sent now may come by here
+            self._handlers.retires_now()  # first: sending may call this again
             self.close()
             raise SystemExit(0)
 
     def look_for_validation(self) -> None:
-        """The script waits for others: raises ValidationCalled where they wait for it in a validation."""
+        """Raises ValidationCalled if other workers wait for this one in a validation."""
         self.validation.while_waiting()
 
     def rest(self, *, leaves: bool = True) -> None:
-        """Takes part in no round until the next push: this worker has finished its part, here an epoch of it.
+        """Takes part in no round until the next push: this worker has finished its part of an epoch.
 
-        `leaves`: where it was asked to leave the job, here is a place for it."""
+        `leaves`: a worker that was asked to leave may do so here.
+        """
         self._rest(is_pause=False, leaves=leaves)
 
     def pause(self) -> None:
-        """Takes part in no round until the next push: in the middle of an epoch it waits for what others have."""
+        """Takes part in no round until the next push: waits in an epoch for samples that other workers hold."""
         self._rest(is_pause=True)
 
     def _rest(self, *, is_pause: bool, leaves: bool = True) -> None:
@@ -455,7 +459,7 @@ class Job:
         turn = self._turns[name] = self._turns.get(name, 0) + 1
         place, answer = self.boundary.place("barrier", name), None
         while answer is None:
-            phase = self.exchange.step_aside()
+            phase = self.exchange.enter_barrier()
             try:
                 with self.boundary.standing(place):
                     answer = self.ask(Barrier(name, turn, phase))
@@ -463,7 +467,7 @@ class Job:
                 called.answer()
         assert isinstance(answer, Passed)
         if turn == 1 and answer.turn and self.samples.num_skipped and self.samples.is_in_epoch:
-            self._turns[name] = answer.turn  # the others passed it in the epochs that this worker has skipped
+            self._turns[name] = answer.turn  # the others passed it in epochs that this worker skipped
             self.barrier(name)
             return
         self.exchange.pass_barrier(answer)
@@ -498,7 +502,7 @@ class Job:
         self._checkpoints.resume.put_back()
 
     def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
-        """The coordinator's answer; what is waited for too long is told in words."""
+        """Asks the coordinator. Long waits are reported."""
         return self._session.ask(message, meanwhile)
 
     def stats(self) -> JobStats:
@@ -508,7 +512,7 @@ class Job:
     # -- how it ends --------------------------------------------------------------------------------------
 
     def explain(self, error: SynclineError) -> SynclineError:
-        """Why a connection broke, by the coordinator's word if it comes soon."""
+        """The reason for a broken connection, by the coordinator if it answers soon."""
         return self._session.explain(error)
 
     @property
@@ -518,7 +522,7 @@ class Job:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this worker has left the job, or was let go of."""
+        """Whether this worker has left the job, or was abandoned."""
         return self._closed.is_set()
 
     def close(self) -> None:
@@ -546,17 +550,17 @@ class Job:
             with self.exchange.waits.of("leave"):
                 self._link.call(Leave(self._handlers.has_retired), self.config.wait_seconds)
         except FencedError:
-            return  # it was taken already
+            return  # the servers know already
         except ConnectionLost as error:
             raise self.explain(error) from None
 
     def _tell_staleness(self) -> None:
-        """What the policy has cost so far, told at the chief's end of a job without rounds."""
+        """Reports the policy's staleness, at the chief's end of a job without rounds."""
         if self.is_chief and self.own_step and not policy_of(self.config).stands_still:
             self._say(f"{self.config.policy}: {self.stats().cost_told}")
 
     def abandon(self) -> None:
-        """Lets go of everything without a word: the job will take it for a death."""
+        """Closes everything without leaving: the job treats it as a death."""
         self._closed.set()
         self.samples.is_over = True
         forget(self)

@@ -30,9 +30,9 @@ from syncline.worker.metrics import with_factor
 
 
 class Given:
-    """Arrays by name, as they were given: known again by the object, its shape and where its data lie.
+    """Arrays by name, recognized by identity, shape and data address.
 
-    It does not keep them alive: a caller that pushes new arrays every time does not pay for the last ones.
+    It does not keep them alive, so that a caller with new arrays for every push need not pay for the last ones.
     """
 
     def __init__(self, named: Mapping[str, Array]) -> None:
@@ -61,7 +61,7 @@ def _place(array: Array) -> Any:
 
 
 class PushPlan:
-    """How some arrays go into the arena of one slot: those that do not lie there already are copied."""
+    """How arrays go into the arena of one slot: those that are not already there are copied."""
 
     def __init__(
         self, grads: Mapping[str, Array], pushed: Ranges, targets: Sequence[tuple[str, Bytes, str]], look: bool
@@ -80,7 +80,7 @@ class PushPlan:
         return self._given.is_again(grads)
 
     def fill(self, grads: Mapping[str, Array]) -> bool:
-        """Copies what has to be; whether all of it was found to be finite by the way."""
+        """Copies the arrays. Returns whether all were found finite while copying."""
         if self._looks:
             return copy_finite([(place, arrays.to_bytes(grads[name]), dtype) for name, place, dtype in self._targets])
         if self._targets:
@@ -94,9 +94,9 @@ class PushPlan:
 
 
 class PullPlan:
-    """Where pulled parameters go: the caller's own arrays, those that are strided by a copy at the end.
+    """Where pulled parameters go: the caller's arrays; strided ones are filled by a copy at the end.
 
-    The caller's arrays of the last pull are kept until the next one.
+    The arrays of the last pull are kept until the next one.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PullPlan:
         own: Mapping[str, Bytes],
         target: ArrayTarget,
     ) -> None:
-        """`own`: the memory of those results that were made for this pull."""
+        """`own`: the memory of results that were allocated for this pull."""
         self._given = Given(out) if out is not None else None
         self.result, self.late, self.own, self.target = result, late, own, target
 
@@ -115,7 +115,7 @@ class PullPlan:
         return out is not None and self._given is not None and self._given.is_again(out)
 
     def kept(self, layout: Layout) -> KeptArrays:
-        """What was made for this pull, for as long as the caller keeps it: each result lies in its memory."""
+        """The memory allocated for this pull, for as long as the caller keeps the results."""
         return KeptArrays(layout, {name: weakref.ref(data) for name, data in self.own.items()})
 
 
@@ -132,7 +132,7 @@ class PulledValues(dict[str, Array]):
 
 
 class KvTicket:
-    """A push under way; `wait` returns what it pulled, if it was to pull."""
+    """A push in flight. `wait` returns the pulled parameters, if any."""
 
     def __init__(
         self, ticket: ServersTicket, result: Callable[[], PulledValues | None], leave_if_asked: Callable[[], None]
@@ -163,9 +163,10 @@ class KeyValue:
         leave_if_asked: Callable[[], None],
         lr_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`commits` and `stepped` are called before and after each commit, the first with what tells apart those that
-        take turns in a step. `leave_if_asked`: between two steps, this worker
-        may have to go. `lr_factor`: on every rule's lr."""
+        """`commits` and `stepped` are called before and after each commit; `commits` gets a key that identifies
+        the committer within a step. `leave_if_asked`: called between two steps. `lr_factor`: the factor on every
+        rule's lr.
+        """
         self._exchange, self._ask, self._who = exchange, ask, who
         self._commits, self._stepped = commits, stepped
         self._leave_if_asked, self._lr_factor = leave_if_asked, lr_factor
@@ -205,7 +206,7 @@ class KeyValue:
         return self.pull([name for name, _ in named])
 
     def _upload(self, segment: Segment, values: Mapping[str, Array]) -> None:
-        """The chief's values are the job's after this: uploaded again when they went with a server before that."""
+        """Uploads the chief's values; again if they were lost with a server."""
         flat = self._flat(segment, values)
         answer: Message | None = None
         while answer is None or isinstance(answer, Registered):
@@ -219,7 +220,7 @@ class KeyValue:
             chosen = rule.get(name) if isinstance(rule, Mapping) else rule
             if not isinstance(chosen, Rule):
                 raise RuleError(f'{name!r} has no rule; give e.g. syncline.Rule("SGD", lr=0.1)')
-            # By identity: two groups that begin with equal numbers may part later.
+            # By identity: two groups with equal numbers may differ later.
             if not any(known is chosen for known in rules):
                 rules.append(chosen)
             group = next(number for number, known in enumerate(rules) if known is chosen)
@@ -309,7 +310,7 @@ class KeyValue:
         self._changed.update(changed)
 
     def _groups(self, names: Iterable[str] | None) -> list[tuple[int, int]]:
-        """The rules of these parameters, each with all of its parameters among them."""
+        """The rules of these parameters. All parameters of a rule must be named."""
         wanted = set(self._known(names))
         found: dict[tuple[int, int], list[str]] = {}
         for name, (segment, index) in self.layout.where.items():
@@ -377,7 +378,7 @@ class KeyValue:
     def _finish(self, plan: PullPlan) -> PulledValues:
         for name, data in plan.late.items():
             arrays.fill(plan.result[name], data)
-        if plan.own:  # its target goes, these arrays stay
+        if plan.own:  # the target is temporary, these arrays stay
             self._exchange.keep(plan.target, plan.target.slices(), plan.kept(self.layout))
         result = PulledValues()
         result.update(plan.result)
@@ -410,7 +411,7 @@ class KeyValue:
         return plan
 
     def _plan_pull(self, names: Sequence[str], out: Mapping[str, Array] | None) -> PullPlan:
-        """Result arrays, the bytes to fill, and those bytes that must be copied on into strided arrays."""
+        """The result arrays, the bytes to fill, and the bytes to copy into strided arrays afterwards."""
         result, targets, late = dict[str, Array](), dict[str, Bytes](), dict[str, Bytes]()
         for name in self._known(names):
             segment, index = self.layout.where[name]

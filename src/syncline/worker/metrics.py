@@ -1,5 +1,5 @@
-"""`job.report`: a worker's metrics on their way to the coordinator, and what the job's rules make of them: that
-training stops, or another learning rate.
+"""`job.report`: sends a worker's metrics to the coordinator, and receives what the job's rules decide: to stop
+training, or to change the learning rate.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from syncline.net.rpc import Call
 
 
 class RuleSignals:
-    """Heard from the coordinator, in any thread; looked at by the script's own."""
+    """The rules' decisions. Set by any thread, read by the script's."""
 
     def __init__(self) -> None:
         self._steer = Steer()
         self._lock = threading.Lock()
 
     def hear(self, steer: Steer) -> None:
-        """What was said before it, and comes later, changes nothing."""
+        """Takes a decision; an outdated one has no effect."""
         with self._lock:
             if steer.number > self._steer.number:
                 self._steer = steer
 
     @property
     def stop(self) -> str:
-        """Why training ends; empty: it goes on."""
+        """Why training ends; empty while it goes on."""
         return self._steer.stop
 
     @property
     def factor(self) -> float:
-        """On every learning rate."""
+        """The factor on every learning rate."""
         return self._steer.factor
 
 
@@ -55,14 +55,14 @@ def with_factor(
     return {**changed, "lr": rate * factor}
 
 
-#: Reports that a coordinator which is away has still to hear; of more, the oldest go.
+#: Reports kept while the coordinator is away; beyond this, the oldest are dropped.
 MOST_OPEN = 10_000
-#: Of a metric's name.
+#: The longest name of a metric.
 MOST_LETTERS = 200
 
 
 class MeasuredJob(Protocol):
-    """What is needed of the job whose metrics are reported."""
+    """What the reports need of the job."""
 
     name: str
     config: JobConfig
@@ -75,23 +75,22 @@ class MeasuredJob(Protocol):
 
 
 class Measures:
-    """The metrics of one job. A report does not wait; one that was lost with a coordinator is sent again, in
-    order."""
+    """The metrics of one job. Reporting does not wait. Reports lost with a coordinator are resent in order."""
 
     def __init__(self, job: MeasuredJob, link: Link, signals: RuleSignals, say: Callable[[str], None]) -> None:
         self._job, self._link, self._signals, self._say = job, link, signals, say
         self._lock = threading.RLock()
         self._number = 0
-        self._open: collections.deque[Metrics] = collections.deque(maxlen=MOST_OPEN)  # not answered yet
-        self._is_broken = False  # an answer did not come: all that is open is to be said again
-        self._taken: dict[str, int] = {}  # metric: samples of this worker when it was last reported
+        self._open: collections.deque[Metrics] = collections.deque(maxlen=MOST_OPEN)  # unanswered
+        self._is_broken = False  # a reply was lost: resend all open reports
+        self._taken: dict[str, int] = {}  # metric -> samples of this worker at its last report
         self._noted: set[str] = set()
         self._has_reached = False
 
     # -- reporting ----------------------------------------------------------------------------------------
 
     def report(self, values: Mapping[str, Any], *, weight: float | None = None) -> None:
-        """Each with the samples since it was last reported as its weight, or with this one."""
+        """Reports values, weighted by the samples since the last report or by `weight`."""
         known = {name: self._checked(name, value) for name, value in values.items()}
         if not known:
             return
@@ -120,7 +119,7 @@ class Measures:
         self._hear(self._job.ask(message))
 
     def flush(self) -> None:
-        """Says again what got lost, in the order in which it was reported."""
+        """Resends lost reports in order."""
         with self._lock:
             if not self._is_broken or not self._link.is_open:
                 return
@@ -176,7 +175,7 @@ class Measures:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training is over by a rule. `--max-steps` each worker sees by itself, and says so to the others."""
+        """Whether a rule has ended training. Each worker checks `--max-steps` itself and tells the others."""
         if self._signals.stop:
             return True
         most = self._job.config.max_steps

@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator of itself: heartbeats and progress; and the job's numbers, put together."""
+"""A worker's reports to the coordinator: heartbeats and progress. Also assembles `job.stats()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from syncline.worker.steps import WorkerLife
 
 
 class ReportingJob(Protocol):
-    """What is needed of the job that is reported on."""
+    """What reporting needs of the job."""
 
     name: str
     config: JobConfig
@@ -44,7 +44,7 @@ class ReportingJob(Protocol):
 
 
 def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStats:
-    """What `job.stats()` says, by the coordinator's answer. `wire`: of the connection to the coordinator."""
+    """Assembles `job.stats()` from the coordinator's answer. `wire`: statistics of the coordinator's connection."""
     servers, exchange = tuple(answer.servers), job.exchange
     pushes = sum(server.staleness_count for server in servers)
     stale = sum(server.staleness_sum for server in servers)
@@ -83,13 +83,13 @@ REPORT_SECONDS = 0.5
 
 
 class WorkerReporting:
-    """Of one job. Reports are made where the script comes by anyway, and by a thread now and then."""
+    """Sends a job's reports: from the script's thread when it passes by, and from a timer thread."""
 
     def __init__(self, job: ReportingJob, link: Link) -> None:
         self._job, self._link = job, link
 
     def begin(self, closed: threading.Event) -> None:
-        """From now on, until it is closed, regularly."""
+        """Reports periodically until `closed` is set."""
         threading.Thread(target=self._report_regularly, args=(closed,), name="report", daemon=True).start()
 
     def beat(self) -> Heartbeat:
@@ -113,7 +113,7 @@ class WorkerReporting:
         return job_stats(self._job, answer, self._link.stats())
 
     def report(self) -> None:
-        """How far this worker is, if there is a coordinator now."""
+        """Reports this worker's progress, if a coordinator is connected."""
         job = self._job
         epoch, step, steps = job.samples.progress
         with contextlib.suppress(SynclineError):

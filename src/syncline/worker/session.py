@@ -1,4 +1,4 @@
-"""A worker's session with the coordinator: the newest roster, what the coordinator says, what it is asked."""
+"""A worker's session with the coordinator: rosters, its messages, and requests to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from syncline.core.wire.control import (
     Roster,
     Uploaded,
 )
-from syncline.core.wire.leases import AskLease, AskLeaseAcks, GaveBack, Recall, Use, Uses
+from syncline.core.wire.leases import AskLease, AskLeaseAcks, GaveBack, GivenLeaseAcks, LeaseAck, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.core.wire.pace import Pace
 from syncline.core.wire.validation import (
@@ -60,7 +60,7 @@ from syncline.worker.waits import StepClock, Waits
 
 
 class Rosters:
-    """Told by the thread that hears the coordinator; read, and waited for, by the script's own."""
+    """The newest roster. Set by the thread that reads from the coordinator; the script's thread waits for it."""
 
     def __init__(self) -> None:
         self.newest = Roster(0, [], [])
@@ -69,7 +69,7 @@ class Rosters:
         self._listeners: list[Callable[[Roster], None]] = []
 
     def listen(self, listener: Callable[[Roster], None]) -> None:
-        """From now on this is told of every newer roster, in the thread that brings it; it must be quick."""
+        """Calls `listener` with every newer roster, in the receiving thread; it must be quick."""
         self._listeners.append(listener)
 
     def hear(self, roster: Roster) -> None:
@@ -78,12 +78,12 @@ class Rosters:
                 return
             self.newest = roster
             self._change.notify_all()
-        with self._telling:  # one after the other, and always of the newest
+        with self._telling:  # one at a time, always with the newest
             for listener in self._listeners:
                 listener(self.newest)
 
     def wait(self, generation: int, seconds: float) -> bool:
-        """Until there is a roster of a later generation than this, or this long; whether there is."""
+        """Waits for a roster newer than `generation`. Returns False on timeout."""
         with self._change:
             return self._change.wait_for(lambda: self.newest.generation > generation, max(0.0, seconds))
 
@@ -100,7 +100,7 @@ def ranked(roster: Roster) -> list[Member]:
 
 
 def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
-    """Rank, number of workers, rank on this host; None: not there."""
+    """Rank, number of workers, local rank; None if it is not a member."""
     workers = ranked(roster)
     names = [member.name for member in workers]
     if me.name not in names:
@@ -109,15 +109,15 @@ def place_of(me: Member, roster: Roster) -> tuple[int, int, int] | None:
     return names.index(me.name), len(names), local.index(me.name) if me.name in local else 0
 
 
-#: So often a worker that waits looks whether it is to leave, or the job is over.
+#: How often a waiting worker checks whether it must leave or the job is over.
 LOOK_SECONDS = 0.2
 
 
 class StepPacing:
-    """Set by the thread that hears the coordinator; heeded by the script's own, between two steps."""
+    """The pace set by the coordinator; the script's thread follows it between two steps."""
 
     def __init__(self, check: Callable[[], None]) -> None:
-        """`check` raises how the job has ended for this worker, if it has."""
+        """`check` raises the job's outcome for this worker, if there is one."""
         self._check = check
         self._pace = Pace("")
         self._change = threading.Condition()
@@ -128,7 +128,7 @@ class StepPacing:
             self._change.notify_all()
 
     def slow_down(self, look: Callable[[], None]) -> None:
-        """A step was made: the pause that is to come before the next one. A new pace ends it, and `look` may."""
+        """Pauses after a step as the pace demands. A new pace ends the pause; `look` may raise."""
         pace = self._pace
         if pace.delay_seconds:
             self._wait(lambda: self._pace is not pace, time.monotonic() + pace.delay_seconds, look)
@@ -138,7 +138,7 @@ class StepPacing:
         return self._pace.is_paused
 
     def hold(self, look: Callable[[], None], times: StepClock) -> None:
-        """Returns when this worker is not held; that is no part of a step."""
+        """Waits while this worker is held. The time does not count as step time."""
         if self._pace.is_paused:
             times.pause()
             self._wait(lambda: not self._pace.is_paused, math.inf, look)
@@ -154,43 +154,43 @@ class StepPacing:
 
 
 class GivesCopies(Protocol):
-    """What knows of this worker's copies of slices."""
+    """This worker's copies of slices."""
 
     def copies_of(self, slices: list[int]) -> list[Copy]:
-        """Which versions of these slices are here."""
+        """The versions of these slices that this worker has."""
 
     def give_copies(self, copies: list[Copy], target: Member) -> None:
-        """Brings them to a server; raises what keeps it from that."""
+        """Sends copies to a server; raises if that fails."""
 
 
 class ReadsSamples(Protocol):
-    """What knows of this worker's leases."""
+    """This worker's leases."""
 
     def give_back(self, recall: Recall) -> GaveBack:
-        """What is not begun goes back."""
+        """Returns the samples that are not started."""
 
-    def used(self) -> list[Use]:
-        """What commits have used."""
+    def used(self) -> list[LeaseAck]:
+        """Lease ranges used by commits."""
 
-    def late(self) -> list[Use]:
-        """What was in commits that were late."""
+    def late(self) -> list[LeaseAck]:
+        """Lease ranges of late commits."""
 
     def are_told(self) -> bool:
-        """Whether that was all, once these two are asked for after this."""
+        """Whether the answers of `used` and `late`, if asked after this, are final."""
 
 
 class HandlesSaves(Protocol):
-    """What sees to this worker's part in saves."""
+    """This worker's side of saves."""
 
     def hear(self, request: Request) -> None:
         """Expect, WriteScript or EndSave."""
 
 
 class HandlesValidation(Protocol):
-    """What sees to this worker's part in validations."""
+    """This worker's side of validations."""
 
     def hear(self, called: Called) -> None:
-        """Others wait for this worker in a validation."""
+        """Other workers wait for this one in a validation."""
 
     def write_candidate(self, request: Request) -> None:
         """Writes this worker's own model; may take long."""
@@ -200,7 +200,7 @@ class HandlesValidation(Protocol):
 class WorkerParts:
     """The parts of a job that answer the coordinator."""
 
-    break_off: Callable[[], None]  #: the job has failed, or this worker is out: waits for servers end
+    break_off: Callable[[], None]  #: ends all waits for servers: the job has failed, or this worker is out
     heartbeat: Callable[[], Heartbeat]
     copies: GivesCopies
     samples: ReadsSamples
@@ -209,23 +209,22 @@ class WorkerParts:
 
 
 class CoordinatorHandlers:
-    """Handles what the coordinator says to a worker. What takes long runs in a thread of its own, never in the one
-    that reads."""
+    """Handles the coordinator's messages. Slow work runs in its own thread, never in the reading one."""
 
     def __init__(self) -> None:
         self.rosters = Rosters()
         self.over: Over | None = None
         self.evicted: FencedError | None = None
-        self.heard = threading.Event()  # how it ended
+        self.heard = threading.Event()  # the outcome is known
         self.is_retiring = self.has_retired = False
         self.pacing = StepPacing(self.check)
         self.signals = RuleSignals()
-        self._parts: WorkerParts | None = None  # until the job is there
+        self._parts: WorkerParts | None = None  # None until the job exists
         self._has_begun = False
         self._life = ("", 0)
 
     def begin(self, link: Link, joined: Joined, name: str, *, beats: bool) -> None:
-        """This process is a member from now on. Said again it changes nothing."""
+        """This process is a member from now on. Idempotent."""
         if self._has_begun:
             return
         self._has_begun, self._life = True, (name, joined.incarnation)
@@ -242,24 +241,24 @@ class CoordinatorHandlers:
         )
 
     def attach(self, parts: WorkerParts) -> None:
-        """The job is there: from now on its parts answer the coordinator."""
+        """The job exists: its parts answer the coordinator from now on."""
         self._parts = parts
         if self.evicted is not None or (self.over is not None and self.over.failed):
             parts.break_off()
 
     def heartbeat(self) -> Heartbeat:
-        """What a heartbeat says now."""
+        """The content of the next heartbeat."""
         return self._parts.heartbeat() if self._parts is not None else Heartbeat()
 
     def retires_now(self) -> bool:
-        """Whether this worker was asked to leave; if so, it has taken that up."""
+        """Whether this worker was asked to leave; if so, it starts to leave."""
         if not self.is_retiring:
             return False
         self.is_retiring, self.has_retired = False, True
         return True
 
     def check(self) -> None:
-        """Raises how it ended for this worker, if it has."""
+        """Raises the outcome for this worker, if there is one."""
         if self.evicted is not None:
             raise FencedError(str(self.evicted))
         if self.over is not None and self.over.failed:
@@ -267,7 +266,7 @@ class CoordinatorHandlers:
 
     # -- what the link calls ------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> list[Buffer]:
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> list[Buffer]:
         raise ProtocolError(f"{type(message).__name__} has no payload")
 
     def handle(self, request: Request) -> None:
@@ -293,7 +292,7 @@ class CoordinatorHandlers:
         elif isinstance(message, Recall):
             request.reply(parts.samples.give_back(message) if parts is not None else GaveBack([]))
         elif isinstance(message, AskLeaseAcks):
-            request.reply(self._uses(parts.samples) if parts is not None else Uses([]))
+            request.reply(self._acks(parts.samples) if parts is not None else GivenLeaseAcks([]))
         elif isinstance(message, AskCopies | GiveCopies):
             threading.Thread(target=self._see_to_copies, args=(request, message), name="copies", daemon=True).start()
         elif isinstance(message, Expect | WriteScript | EndSave) and parts is not None:
@@ -301,9 +300,9 @@ class CoordinatorHandlers:
         else:
             raise ProtocolError(f"a worker does not answer {type(message).__name__}")
 
-    def _uses(self, samples: ReadsSamples) -> Uses:
-        is_all = samples.are_told()  # first: what is answered meanwhile is said with it
-        return Uses(samples.used(), samples.late(), [] if is_all else [self._life])
+    def _acks(self, samples: ReadsSamples) -> GivenLeaseAcks:
+        is_all = samples.are_told()  # first: answers that arrive meanwhile are included
+        return GivenLeaseAcks(samples.used(), samples.late(), [] if is_all else [self._life])
 
     def _see_to_copies(self, request: Request, message: AskCopies | GiveCopies) -> None:
         try:
@@ -315,14 +314,14 @@ class CoordinatorHandlers:
             else:
                 copies.give_copies(message.copies, message.target)
                 request.reply(Done())
-        except Exception as error:  # whatever it is, the coordinator waits for an answer
+        except Exception as error:  # the coordinator waits for a reply, whatever happens
             request.refuse(error)
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
-        """The link sees to a connection that breaks."""
+        """The link handles broken connections."""
 
     def fenced(self, error: FencedError) -> None:
-        """This process was evicted, by the word of the coordinator or of a server."""
+        """This process was evicted, as the coordinator or a server said."""
         if self.evicted is None:
             self.evicted = error
             self.heard.set()
@@ -344,7 +343,7 @@ class CoordinatorHandlers:
             self._parts.break_off()
 
 
-#: How long a broken connection waits for the coordinator's word on why.
+#: How long to wait for the coordinator to explain a broken connection.
 VERDICT_SECONDS = 4.0
 _WAITS: dict[type[Message], str] = {
     Register: "registration",
@@ -353,14 +352,14 @@ _WAITS: dict[type[Message], str] = {
     Save: "a save",
     **dict.fromkeys((Come, Attend, Begin, AskValidationShard, LocalCandidate, AskReading), "the validation"),
 }
-#: What may wait for other workers: one that was asked to leave waits no longer.
+#: Requests that may wait for other workers; a worker that was asked to leave stops waiting.
 _FOR_OTHERS = (AskLife, Barrier, Register, Uploaded, AskLease, Attend, Begin, AskReading)
-#: Meanwhile no round waits for this worker, or there is none.
-_ASIDE = (Barrier, AskLease, Attend, Begin, AskReading)
+#: Requests during which no round waits for this worker.
+_WHILE_RESTING = (Barrier, AskLease, Attend, Begin, AskReading)
 
 
 def left(name: str) -> ConfigError:
-    """This worker is asked for something after its end."""
+    """The error for a call after the worker has left."""
     return ConfigError(
         f"{name} has left its job: job.close() was called, `with job:` has ended, or syncline.Stopped was raised; "
         "step, push and pull before that"
@@ -369,15 +368,15 @@ def left(name: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WhileWaiting:
-    """What a worker does now and then while it waits for the coordinator's answer."""
+    """Called now and then while a worker waits for the coordinator."""
 
     leave_if_retiring: Callable[[], None]  #: ends the script of a worker that was asked to leave
-    follow: Callable[[], None]  #: a server that has joined meanwhile must not wait for this worker
-    look_for_validation: Callable[[], None]  #: raises ValidationCalled where others wait for it in a validation
+    follow: Callable[[], None]  #: a server that joined meanwhile must not wait for this worker
+    look_for_validation: Callable[[], None]  #: raises ValidationCalled if others wait for this worker in a validation
 
 
 class CoordinatorSession:
-    """What one job asks the coordinator, in its script's thread."""
+    """A job's requests to the coordinator, in the script's thread."""
 
     def __init__(
         self, name: str, wait_seconds: float, link: Link, handlers: CoordinatorHandlers, waits: Waits,
@@ -388,9 +387,9 @@ class CoordinatorSession:
         self._waits, self._boundary, self._closed, self._meanwhile = waits, boundary, closed, meanwhile
 
     def ask(self, message: Message, meanwhile: Callable[[], None] = lambda: None) -> Message:
-        """The coordinator's answer; `meanwhile` is called now and then, where others are waited for.
+        """Returns the coordinator's answer. `meanwhile` is called now and then while other workers are waited for.
 
-        ValidationCalled: it is to be asked again, behind the validation.
+        On ValidationCalled, ask again after the validation.
         """
         if self._closed.is_set():
             raise left(self._name)
@@ -404,7 +403,7 @@ class CoordinatorSession:
                         return self._link.call(message, seconds, self._while_resting(called_away))
                 if isinstance(message, Barrier):
                     return self._link.call(message, seconds, self._while_resting(called_away))
-                look = self._while_resting(meanwhile) if isinstance(message, _ASIDE) else self._look
+                look = self._while_resting(meanwhile) if isinstance(message, _WHILE_RESTING) else self._look
                 return self._link.call(message, seconds, look if isinstance(message, _FOR_OTHERS) else None)
         except WaitTimeout:
             why = self._why()
@@ -422,7 +421,7 @@ class CoordinatorSession:
         self._meanwhile.leave_if_retiring()
 
     def _while_resting(self, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """A server that has joined meanwhile, and knows no worker, must not wait for this one."""
+        """Also follows rosters: a server that joined meanwhile must not wait for this worker."""
 
         def look() -> None:
             self._look()
@@ -439,7 +438,7 @@ class CoordinatorSession:
         return answer.reason if isinstance(answer, GivenWhy) else ""
 
     def explain(self, error: SynclineError) -> SynclineError:
-        """Why a connection broke, by the coordinator's word if it comes soon."""
+        """The reason for a broken connection, by the coordinator if it answers soon."""
         self._handlers.heard.wait(VERDICT_SECONDS)
         try:
             self._handlers.check()

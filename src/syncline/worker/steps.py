@@ -1,9 +1,9 @@
-"""A worker's steps: whether they may be repeated after a restart, `job.progress`, and `job.steps(n)`.
+"""A worker's steps: whether they may repeat after a restart, `job.progress`, and `job.steps(n)`.
 
-A worker that dies is started again, and its script begins from the top. What it commits then counts only where the
-job knows that it was not made before: in a loop over leases (a loader, `job.steps`), or after `job.resume_at`.
+A worker that dies is restarted, and its script runs from the top. Its commits then count only if the job knows that
+they are new: in a loop over leases (a loader, `job.steps`), or after `job.resume_at`.
 
-`job.steps(n)` is the loop of a script that has no data set: steps of the job are leased as samples are.
+`job.steps(n)` is the loop of a script without a data set: steps of the job are leased like samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from syncline.errors import ConfigError
 from syncline.worker.data.loop import Loop, TakesSamples
 from syncline.worker.data.samples import WorkerSamples
 
-#: A worker's process ends with this when its script cannot go on in this life: it is no death.
+#: Exit code of a worker whose script cannot resume; it does not count as a death.
 CANNOT_RESUME = 76
 
 REMEDY = (
@@ -28,7 +28,7 @@ REMEDY = (
 )
 
 
-#: A learning rate that is off by more than this is taken for a schedule that began again.
+#: A learning rate that differs by more than this factor means that the schedule started over.
 MOST_TIMES = 2.0
 RATES_REMEDY = (
     'Keep the schedule with the job, e.g. job.state["sched"] = scheduler, or make it a function of job.progress with '
@@ -37,8 +37,9 @@ RATES_REMEDY = (
 
 
 class CannotResume(SystemExit):
-    """This worker leaves: its script began again, and what it would commit may have been made before. It is no
-    `Exception`, so that a script's own handler does not swallow it."""
+    """This worker leaves: its restarted script would repeat steps. Not an `Exception`, so that scripts do not
+    catch it by accident.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(CANNOT_RESUME)
@@ -50,21 +51,23 @@ class WorkerLife:
 
     def __init__(self, given: GivenLife, *, in_rounds: bool) -> None:
         self.number = given.number  #: from 1 on
-        self.step, self.own_step = given.step, given.own_step  #: of the job and of this name, when this life began
+        #: of the job and of this name at the start of this life
+        self.step, self.own_step = given.step, given.own_step
         self._in_rounds = in_rounds
-        self.has_resumed = False  #: the script has said where it goes on
+        self.has_resumed = False  #: the script has called `job.resume_at`
         self.has_position = True  #: whether the last commit had a position
-        self._rates_before = dict(given.rates)  # of this name's earlier lives, that were not used again yet
+        self._rates_before = dict(given.rates)  # of this name's earlier lives, not compared yet
 
     @property
     def needs_position(self) -> bool:
-        """Whether commits without one would be made a second time: in rounds all workers make every step, otherwise
-        each its own."""
+        """Whether commits without a position would be repeated: in rounds all workers make every step, otherwise
+        each makes its own.
+        """
         made = self.step if self._in_rounds else self.own_step
         return self.number > 1 and made > 0 and not self.has_resumed
 
     def commits(self, *, in_leases: bool) -> None:
-        """A commit is about to be made; `in_leases`: with what was read of leases."""
+        """Checks a commit before it is made. `in_leases`: it contains leased samples."""
         self.has_position = in_leases or self.has_resumed
         if not self.has_position and self.needs_position:
             made = f"{self.step} steps of the job" if self._in_rounds else f"{self.own_step} of its own steps"
@@ -74,10 +77,10 @@ class WorkerLife:
             )
 
     def uses_rates(self, rates: Mapping[str, float], *, has_restored: bool) -> None:
-        """A step uses these learning rates. In a second life each is held, once, against the last one of the
-        name and those of other workers, which may have gone on meanwhile.
+        """Checks the learning rates of a step. In a second life each is compared, once, with the last one of this
+        name and with those of other workers, which may have moved on.
 
-        `has_restored`: the script got back some state of its own, and is taken to know what it does.
+        `has_restored`: the script restored its own state, so nothing is checked.
         """
         if self.number < 2 or has_restored:
             return
@@ -92,14 +95,14 @@ class WorkerLife:
 
 
 def checked_step(step: object) -> int:
-    """What was given to `job.resume_at`."""
+    """Validates the argument of `job.resume_at`."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"job.resume_at({step!r}): give the number of the next step, an int from 0 on")
     return step
 
 
 class RunProgress:
-    """The progress of the run, as one worker knows it without asking."""
+    """The progress of the run, as known to this worker."""
 
     def __init__(self, config: JobConfig, samples: WorkerSamples, step: Callable[[], int], seconds: float) -> None:
         """`step`: the job's steps so far. `seconds`: how long the job has trained so far."""
@@ -108,7 +111,7 @@ class RunProgress:
         self._began_at = time.monotonic() - seconds
 
     def now(self) -> float:
-        """From 0 to 1; ConfigError where nothing says how long the run is."""
+        """Progress from 0 to 1; ConfigError if the length of the run is unknown."""
         known = []
         if self._samples.run_done >= 0:
             known.append(self._samples.run_done)
@@ -125,9 +128,9 @@ class RunProgress:
 
 
 def steps(job: TakesSamples, count: object, enter: Callable[[], object]) -> Iterator[int]:
-    """The numbers of the steps that are this worker's to make. The loop is opened here and now.
+    """Yields the numbers of the steps that this worker makes. Opens the loop at once.
 
-    `enter`: a worker that joined late takes part in rounds after this; the others wait for it.
+    `enter`: makes a late worker take part in rounds; the others wait for it from then on.
     """
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_SAMPLES:
         raise ConfigError(f"job.steps({count!r}): give the number of steps, an int from 0 on")

@@ -1,6 +1,6 @@
-"""`job.validate`: at a boundary all workers come together, read the same parameters, and share the validation set.
+"""`job.validate`: at a boundary all workers meet, read the same parameters, and share the validation set.
 
-With local steps a worker's own model, as it was before it was averaged, is a candidate for the best one too.
+With local steps, a worker's own model before it is averaged is a candidate for the best model too.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from syncline.worker.waits import ValidationCalled
 
 
 class Model(Protocol):
-    """What an adapter has in this worker, as a validation sees it."""
+    """An adapter's model in this worker, as validation uses it."""
 
     def pull(self, *, average: bool) -> None:
-        """Brings the job's parameters; with the average that servers keep, of the same moment."""
+        """Pulls the job's parameters, and the servers' running average of the same version if `average` is set."""
 
     def having(self, candidate: str, folder: str) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, it has the weights of this candidate; `folder`: of one that is on disk."""
+        """Context with the weights of this candidate; `folder`: where a candidate on disk lies."""
 
     def forget(self) -> None:
-        """What was brought besides the parameters may go."""
+        """Drops everything but the parameters."""
 
     def note_own(self) -> None:
-        """With local steps: what it has now is its own, and is about to be averaged."""
+        """With local steps: notes this worker's weights before they are averaged."""
 
     def own(self) -> dict[str, Array]:
-        """What was noted, by its names in the job; where nothing was, what it has."""
+        """The noted weights by their names in the job, or the current ones if none were noted."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, nothing is learned."""
+        """Context in evaluation mode."""
 
 
 class ValidatingJob(Protocol):
@@ -93,7 +93,7 @@ class ValidatingJob(Protocol):
 
 
 class LocalCandidates:
-    """Noted at every averaging; of the validation that was last, kept until it is known whether it is the best."""
+    """Local models, noted at every averaging. Those of the last validation are kept until the best is known."""
 
     def __init__(self, job: ValidatingJob) -> None:
         self._job = job
@@ -102,7 +102,7 @@ class LocalCandidates:
         self._kept: tuple[int, dict[str, Array]] = (0, {})
 
     def keep(self, turn: int, models: list[Model]) -> None:
-        """What is validated now may be asked for: with it what all workers have in common."""
+        """Keeps what is validated now, with the state that all workers share, in case it is the best."""
         found: dict[str, Array] = {}
         for model in models:
             found |= model.own()
@@ -110,7 +110,7 @@ class LocalCandidates:
         self._kept = (turn, {**found, **(self._job.kv.pull(others) if others else {})})
 
     def write(self, request: Request) -> None:
-        """In a thread of its own."""
+        """Writes a candidate, in its own thread."""
         message = request.message
         assert isinstance(message, WriteCandidate)
         try:
@@ -120,7 +120,7 @@ class LocalCandidates:
             request.reply(self._write(message, values))
         except SynclineError as error:
             request.refuse(error)
-        except Exception as error:  # a disk that is full, or a bug: the coordinator waits for an answer
+        except Exception as error:  # a full disk or a bug: the coordinator waits for a reply
             request.refuse(StoreError(f"{self._job.name}: {error}"))
 
     def _write(self, message: WriteCandidate, values: dict[str, Array]) -> WrittenCandidate:
@@ -145,10 +145,10 @@ def _slice_of(segment: Segment, part: Slice, values: dict[str, Array]) -> Bytes:
     return found
 
 
-#: In rounds: all come so many steps after the time has come.
+#: In rounds: all workers validate this many steps after the due time.
 AHEAD_STEPS = 2
-#: In rounds, how often a worker that waits until others come asks whether a round waits for it.
-ASIDE_SECONDS = 1.0
+#: In rounds: how often a worker that waits for others checks whether a round waits for it.
+ASK_ROUND_SECONDS = 1.0
 #: fn(batch) -> means over the batch, by name.
 Measure = Callable[[Any], Mapping[str, Any]]
 #: (data set, numbers of samples, collate function) -> a batch.
@@ -163,16 +163,15 @@ class Validated:
         now: Callable[[Validated], None],
     ) -> None:  # fmt: skip
         self.name = name
-        self.latest: dict[str, float] = {}  #: the newest readings that this worker has heard of
+        self.latest: dict[str, float] = {}  #: the newest readings known to this worker
         self.every, self.batch_size = every, batch_size
         self.measure, self.dataset, self.collate = measure, dataset, collate
-        self.step = 0  # of the last one
-        self.at = time.monotonic()  # when that was
+        self.step = 0  # of the last validation
+        self.at = time.monotonic()  # the time of the last validation
         self._now = now
 
     def now(self) -> dict[str, float]:
-        """Validates now: to be called by all workers. The readings; where no step was made since the last ones,
-        those."""
+        """Validates now; all workers must call it. Returns the readings, cached if no step was made since."""
         self._now(self)
         return self.latest
 
@@ -184,19 +183,19 @@ class WorkerValidation:
         self._job = job
         self._sets: dict[str, Validated] = {}
         self._called = Called(0)
-        self._done = 0  # the turn of the last one that this worker came to
+        self._done = 0  # the last turn that this worker attended
         self._is_inside = False
-        self._first_loader = ""  # the training's
+        self._first_loader = ""  # of the training
         self._local = LocalCandidates(job)
-        self.write_candidate = self._local.write  #: for the best checkpoint, in a thread of its own
+        self.write_candidate = self._local.write  #: for the best checkpoint; slow
         self._models: list[Callable[[], Model | None]] = []
-        self._kept: list[Model] = []  # a validation behind the end of the script needs them still
+        self._kept: list[Model] = []  # a validation after the script's end still needs them
         self._read: ReadSamples = read_samples
 
     def add(
         self, fn: Measure, dataset: Any, every: str | int, batch_size: int, collate_fn: Any, name: str
     ) -> Validated:
-        """A set is to be validated from now on."""
+        """Adds a validation set."""
         if name in self._sets or (name and not METRIC.fullmatch(name)):
             what = "there is one already" if name in self._sets else "it must be letters, digits, '_' and '-'"
             raise ConfigError(f"job.validate: name={name!r}: {what}; its metrics are reported as NAME/METRIC")
@@ -218,8 +217,7 @@ class WorkerValidation:
         return found
 
     def add_model(self, find: Callable[[], Model | None], read: ReadSamples) -> None:
-        """An adapter has made a model; `find` gives it as long as it is there. `read`: how batches are read for
-        it."""
+        """An adapter has made a model. `find` returns it while it lives. `read`: reads batches for it."""
         self._read = read
         self._models.append(find)
         self._kept = self._known_models() if self._sets else []
@@ -227,17 +225,17 @@ class WorkerValidation:
     # -- when ---------------------------------------------------------------------------------------------
 
     def hear(self, called: Called) -> None:
-        """In the thread that hears the coordinator."""
+        """Called in the thread that reads from the coordinator."""
         if called.turn > self._called.turn:
             self._called = called
 
     @property
     def is_called(self) -> bool:
-        """Whether others wait for this worker."""
+        """Whether other workers wait for this one."""
         return self._called.turn > self._done and not self._is_inside
 
     def look_at_a_boundary(self) -> None:
-        """The script is between two steps: goes to a validation, if one is due."""
+        """Between two steps: takes part in a validation, if one is due."""
         if self._is_inside or not (self._sets or self.is_called):
             return
         job = self._job
@@ -252,7 +250,7 @@ class WorkerValidation:
             self._look_at_the_clock(step)
 
     def _look_at_the_clock(self, step: int) -> None:
-        """In rounds others may be in the next one already: all come a little later, at the same step."""
+        """In rounds other workers may be in the next round already: schedules all for a later common step."""
         now = time.monotonic()
         due = {
             one.name: step
@@ -265,24 +263,24 @@ class WorkerValidation:
             self._enter(due)
 
     def before_average(self) -> None:
-        """With local steps: what this worker has is its own until now."""
+        """With local steps: notes this worker's model before averaging."""
         if self._local.is_wanted and self._sets:
             for model in self._known_models():
                 model.note_own()
 
     def while_waiting(self) -> None:
-        """The script waits for others, and those maybe for it."""
+        """Called while the script waits for workers that may wait for it."""
         if self.is_called:
             raise ValidationCalled(lambda: self._enter({}))
 
     def behind_epoch(self, loader: str, epoch: int) -> None:
-        """A loop over an epoch has come to its end."""
+        """The loop over an epoch has ended."""
         self._first_loader = self._first_loader or loader
         if loader == self._first_loader:
             self._enter_if_new((one for one in self._sets.values() if one.every.is_epoch), epoch)
 
     def finish(self) -> None:
-        """The script has come to its end."""
+        """The script has ended."""
         if self.is_called:
             self._enter({})
         if self._job.own_step:
@@ -307,10 +305,10 @@ class WorkerValidation:
                 self._attend(self._called.turn)
         finally:
             self._is_inside = False
-            job.exchange.times.resume()  # it is no part of a step
+            job.exchange.times.resume()  # not part of a step
 
     def _come(self, step: int, due: dict[str, int], epoch: int = -1) -> bool:
-        """Whether there is a validation to go to."""
+        """Whether there is a validation to attend."""
         answer = self._job.ask(Come(step, due, epoch))
         assert isinstance(answer, Called)
         self._note(answer.steps, answer.floor)
@@ -324,19 +322,20 @@ class WorkerValidation:
     def _attend(self, turn: int) -> None:
         job = self._job
         if not job.in_rounds:
-            job.exchange.rest(is_pause=True, if_active=True)  # no round is to wait for it
+            job.exchange.rest(is_pause=True, if_active=True)  # no round should wait for it
         asked = time.monotonic()
 
-        def stand_aside() -> None:
-            """One that waits for a round with this worker comes only behind that. Others are slow, or a save is: who
-            left the rounds for that would be in other rounds from run to run."""
+        def rest_if_awaited() -> None:
+            """Leaves the rounds if another worker waits for one with this worker, since it arrives only after that
+            round. Other delays are no reason: leaving would make rounds differ from run to run.
+            """
             nonlocal asked
-            if time.monotonic() - asked > ASIDE_SECONDS:
+            if time.monotonic() - asked > ASK_ROUND_SECONDS:
                 job.exchange.rest(is_pause=True, if_active=True, if_awaited=True)
                 asked = time.monotonic()
 
         with job.boundary.waiting():
-            job.ask(Attend(turn), stand_aside)
+            job.ask(Attend(turn), rest_if_awaited)
         self._done = turn
         for model in self._known_models():
             model.pull(average=job.config.average.startswith("ema"))
@@ -366,7 +365,7 @@ class WorkerValidation:
     # -- taking part ---------------------------------------------------------------------------------------
 
     def _take_part(self, turn: int, begun: Begun) -> None:
-        """Until all of it is done; outside of rounds, until others have what is left."""
+        """Validates shards until all are done; outside of rounds, until the rest is assigned to others."""
         job = self._job
         while True:
             for candidate in begun.candidates:
@@ -382,7 +381,7 @@ class WorkerValidation:
                 return
 
     def _validate_own(self, turn: int, begun: Begun) -> None:
-        """By this worker alone, on all samples."""
+        """Validates this worker's local model on all samples."""
         with self._prepared(OWN, ""):
             for name in begun.sets:
                 values: dict[str, float] = {}
@@ -394,7 +393,7 @@ class WorkerValidation:
 
     @contextlib.contextmanager
     def _prepared(self, candidate: str, folder: str) -> Iterator[None]:
-        """All models have the weights of this candidate, and learn nothing."""
+        """Context in which all models have this candidate's weights in evaluation mode."""
         with contextlib.ExitStack() as stack:
             for model in self._known_models():
                 stack.enter_context(model.having(candidate, folder))
@@ -419,7 +418,7 @@ class WorkerValidation:
             given = self._job.ask(answer)
 
     def _measure(self, one: Validated, begin: int, end: int) -> tuple[dict[str, float], dict[str, float]]:
-        """The sums over these samples, and those of rounding errors."""
+        """Sums over these samples, and their rounding errors."""
         sums: dict[str, float] = {}
         errors: dict[str, float] = {}
         for first in range(begin, end, one.batch_size):
@@ -438,7 +437,7 @@ class WorkerValidation:
 
 
 def _due_since(one: Validated, step: int) -> int:
-    """Since which step a set is due by steps; 0: it is not."""
+    """The step since which a set is due; 0 if it is not."""
     at = (one.step // one.every.steps + 1) * one.every.steps if one.every.steps else 0
     return at if step >= at else 0
 
@@ -458,7 +457,7 @@ def number_of(name: Any, value: Any) -> float:
 
 
 def read_samples(dataset: Any, samples: Sequence[int], collate: Any) -> Any:
-    """A batch where no adapter knows better: arrays of a source, else a list of samples."""
+    """Reads a batch without an adapter: arrays of a source, else a list of samples."""
     if hasattr(dataset, "read"):
         batch = dataset.read(np.array(samples, dtype=np.int64))
     else:

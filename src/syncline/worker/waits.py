@@ -1,7 +1,7 @@
 """What a worker waits for, and where the time of its steps goes.
 
-`StepClock` measures every step, at the cost of a few clock readings. `Waits` knows what the script's thread waits for
-when it takes more than a moment: told with heartbeats, and explained to the user in words.
+`StepClock` measures every step with a few clock readings. `Waits` records longer waits of the script's thread;
+heartbeats report them, and the user is told the reason.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ PHASES = ("compute", "stage", "wait", "pull")
 
 
 class StepClock:
-    """Laps: the time since the last one goes to a phase. Used by the one thread that uses the exchange.
+    """Measures laps: each assigns the time since the last one to a phase. Belongs to the thread that uses the
+    exchange.
 
-    compute: the script's own work. stage: gradients into the arena and on their way. wait: for the servers to answer.
-    pull: new parameters into their place.
+    compute: the script's own work. stage: gradients into the arena and to the servers. wait: for answers. pull: new
+    parameters into place.
     """
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._last: float | None = None
         self.num_steps = 0
-        self.measured = (0, 0.0)  #: samples of all steps so far, and the time of work that they took
+        self.measured = (0, 0.0)  #: samples of all steps so far, and their working time
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
@@ -37,20 +38,20 @@ class StepClock:
         self._last = now
 
     def pause(self) -> None:
-        """What comes until the next lap is no part of a step: a rest, a barrier, a registration."""
+        """The time until the next lap is not part of a step: a rest, a barrier, a registration."""
         self._last = None
 
     def resume(self) -> None:
-        """A step begins here: behind a rest, a barrier, a registration."""
+        """A step begins here, after a rest, a barrier or a registration."""
         self._last = time.perf_counter()
 
     @property
     def work_seconds(self) -> float:
-        """Time spent on steps, waits for others left out."""
+        """Time spent on steps, without waits for others."""
         return sum(seconds for phase, seconds in self._seconds.items() if phase != "wait")
 
     def made_step(self, samples: int) -> None:
-        """With so many samples in all so far. Read between two steps, samples and seconds would not fit together."""
+        """Counts a step; `samples`: total so far. Samples and seconds are updated together."""
         self.num_steps += 1
         self.measured = (samples, self.work_seconds)
 
@@ -59,28 +60,28 @@ class StepClock:
 
 
 class ValidationCalled(Exception):  # no error
-    """Raised out of a wait; `answer` goes to the validation, and returns behind it."""
+    """Raised out of a wait. `answer` attends the validation and returns after it."""
 
     def __init__(self, answer: Callable[[], None]) -> None:
         super().__init__("a validation is called")
         self.answer = answer
 
 
-#: A wait is asked about when it has lasted this long, and again after every further `AGAIN_SECONDS`.
+#: A wait is reported after this time, and again after every further `AGAIN_SECONDS`.
 LOUD_SECONDS, AGAIN_SECONDS = 1.0, 10.0
 
 
 @dataclasses.dataclass(slots=True)
 class CurrentWait:
-    """One wait of the script's own thread."""
+    """One wait of the script's thread."""
 
     what: str  # step, pull, barrier, registration
     step: int
     began: float
-    servers: Callable[[], Sequence[str]]  # that have not answered
+    servers: Callable[[], Sequence[str]]  # servers that have not answered
     asked: float | None = None
     loud_seconds: float = 0.0  # more than usual
-    why: Callable[[], str] | None = None  # known here
+    why: Callable[[], str] | None = None  # the reason, if known here
 
     @property
     def text(self) -> str:
@@ -88,13 +89,13 @@ class CurrentWait:
 
 
 class Waits:
-    """Set by the script's thread when it waits; looked at by others, which disturb nothing."""
+    """The current wait. Set by the script's thread; other threads read it without a lock."""
 
     def __init__(
         self, name: str, ask: Callable[[int, Sequence[str]], str], ask_servers: Callable[[], str],
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`ask` asks the coordinator, `ask_servers` the servers: in words, why."""
+        """`ask` asks the coordinator for the reason, `ask_servers` the servers."""
         self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
         self._now: CurrentWait | None = None
 
@@ -103,7 +104,7 @@ class Waits:
         self, what: str, *, step: int = 0, began: float | None = None, servers: Callable[[], Sequence[str]] = list,
         loud_seconds: float = 0.0, why: Callable[[], str] | None = None,
     ) -> Iterator[None]:  # fmt: skip
-        """While this lasts, the script waits for that; `why`: it knows why, in words."""
+        """Context of a wait. `why`: returns the reason, if the caller knows it."""
         before = self._now
         self._now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
@@ -112,7 +113,7 @@ class Waits:
             self._now = before
 
     def told(self) -> list[Wait]:
-        """For a beat: what of it only this worker knows, that servers do not answer."""
+        """For heartbeats: the servers that do not answer, which only this worker knows."""
         now = self._now
         if now is None or now.what not in ("step", "pull"):
             return []
@@ -121,7 +122,7 @@ class Waits:
         return [Wait(self._name, now.step, servers, seconds, "server")] if servers else []
 
     def look(self) -> None:
-        """Called now and then by a thread that has the time: says why, when it is time to."""
+        """Called periodically by another thread: reports the reason of a long wait."""
         now, moment = self._now, time.monotonic()
         if now is None or moment - now.began < max(LOUD_SECONDS, now.loud_seconds):
             return
@@ -129,7 +130,7 @@ class Waits:
             return
         now.asked = moment
         reason = self._why(now)
-        if self._now is now:  # it may be over by now
+        if self._now is now:  # the wait may be over by now
             self._say(reason)
 
     def _why(self, now: CurrentWait) -> str:
@@ -140,5 +141,5 @@ class Waits:
             if "has waited" in reason:
                 return reason
         seconds = time.monotonic() - now.began
-        told = self._ask_servers()  # before anything is registered there is none to ask
+        told = self._ask_servers()  # empty before anything is registered
         return f"{now.text} has waited {seconds:.1f} s" + (f": {told}" if told else " for the coordinator's answer")

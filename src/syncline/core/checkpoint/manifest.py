@@ -1,4 +1,4 @@
-"""The manifest: the file that makes a checkpoint exist. Of tensors, slices, files, samples and settings."""
+"""The manifest: the file that completes a checkpoint. Lists tensors, slices, files, samples and settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from syncline.core.layout import Segment
 from syncline.core.leasing.leases import LeaseState
 
-#: Grows when a reader of the format before would misread it.
+#: Incremented when an older reader would misread it.
 FORMAT = 2
 
 
@@ -66,19 +66,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: int = FORMAT
     name: str  # of its folder
     number: int  # grows from one checkpoint of a folder to the next
-    lineage: str  # drawn when a job begins; one that is taken up goes on with it
+    lineage: str  # drawn when a job begins; a resumed job keeps it
     job: str
     step: int
-    seconds: float = 0.0  # that the lineage has trained so far
-    saved_at: float = 0.0  # by the clock of the wall
+    seconds: float = 0.0  # training time of the lineage so far
+    saved_at: float = 0.0  # wall clock
     syncline: str = ""
     torch: str = ""
-    kind: str = "whole"  # weights: parameters only, of which no job goes on by itself
+    kind: str = "whole"  # "weights": parameters only; a job does not resume from it by itself
     segments: tuple[Segment, ...] = ()
     files: tuple[SavedFile, ...] = ()
     slices: tuple[SavedSlice, ...] = ()
     scripts: tuple[SavedScript, ...] = ()
     leases: LeaseState = msgspec.field(default_factory=LeaseState)
     metrics: dict[str, float] = {}
-    steering: dict[str, Any] = {}  # what the stop rules remember
+    steering: dict[str, Any] = {}  # the state of the stop rules
     config: dict[str, Any] = {}

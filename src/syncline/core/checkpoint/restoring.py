@@ -1,4 +1,4 @@
-"""Where what was saved goes: slices of then, which may have been cut otherwise, into slices of now."""
+"""Maps saved slices to current slices, which may be split differently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncline.errors import StoreError
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Some items of one parameter that lie in a slice of then and in a slice of now."""
+    """Items of one parameter that lie in both a saved and a current slice."""
 
     saved: SavedSlice
     old_index: int  # of the piece, in its slice
@@ -34,15 +34,15 @@ class Overlap:
         return min(self.old.start + self.old.num_items, self.new.start + self.new.num_items) - self.start
 
     def in_old(self) -> tuple[int, int]:
-        """Bytes within the slice of then."""
+        """Byte range in the saved slice."""
         return _place(self.old, self.start, self.num_items, self.item_bytes)
 
     def in_new(self) -> tuple[int, int]:
-        """Bytes within the slice of now."""
+        """Byte range in the current slice."""
         return _place(self.new, self.start, self.num_items, self.item_bytes)
 
     def states(self) -> Iterator[SavedState]:
-        """Of the piece of then."""
+        """The rule state of the saved piece."""
         return (state for state in self.saved.states if state.piece == self.old_index)
 
 
@@ -52,7 +52,7 @@ def _place(piece: Piece, start: int, num_items: int, item_bytes: int) -> tuple[i
 
 
 class Restoring:
-    """A checkpoint by its parameters: which of its slices have the items of a slice of now."""
+    """A checkpoint by parameters: finds the saved slices for a current slice."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._segments = {p.name: (segment, p) for segment in manifest.segments for p in segment.parameters}
@@ -67,7 +67,7 @@ class Restoring:
             pieces.sort(key=lambda each: each[2].start)
 
     def overlaps(self, segment: Segment, part: Slice) -> list[Overlap]:
-        """All that a slice of now needs, by its pieces, in order; StoreError where the checkpoint has it not."""
+        """All overlaps of a current slice, by piece; StoreError if the checkpoint lacks any."""
         found = []
         for index, piece in enumerate(segment.pieces(part)):
             parameter = segment.parameters[piece.parameter]
@@ -90,19 +90,20 @@ class Restoring:
 
 
 def version_of(overlaps: Iterable[Overlap]) -> int:
-    """The highest of then."""
+    """The highest saved version."""
     return max((overlap.saved.version for overlap in overlaps), default=0)
 
 
 def clocks_of(overlaps: Iterable[Overlap]) -> dict[Identity, int]:
-    """What of every worker's commits is in all of it."""
+    """Every worker's clock that all of it contains."""
     slices = {overlap.saved.id: overlap.saved for overlap in overlaps}
     return least_clocks(SliceState(clocks={(n, i): clock for n, i, clock in s.clocks}) for s in slices.values())
 
 
 def is_no_older(saved: SavedSlice, copy: Copy | None) -> bool:
-    """Whether a lost slice comes back from a checkpoint rather than from a worker's copy: it loses no update more, no
-    commit that its worker was told of, and not the rules' state."""
+    """Whether to restore a lost slice from a checkpoint rather than from a worker's copy: it loses no more
+    updates, no acknowledged commit, and keeps the rule state.
+    """
     if copy is None:
         return True
     clocks = {life_of(name, incarnation): clock for name, incarnation, clock in saved.clocks}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import msgspec
 
 from syncline.config import JobConfig
-from syncline.core.units import duration
+from syncline.core.units import interval
 from syncline.errors import ConfigError
 
 
@@ -33,7 +32,7 @@ class SaveState(msgspec.Struct):
     lineage: str = ""  # drawn when a job begins; one that is taken up goes on with it
     token: str = ""  # of this job alone: others of its lineage may save in the same folder
     seconds: float = 0.0  # of training before this coordinator began
-    taken_up: Checkpoint | None = None
+    resumed_from: Checkpoint | None = None
     last: Checkpoint | None = None  # the newest of this job
     num_begun: int = 0  # the number of the last save
     open: int = 0  # of the save that is under way
@@ -44,13 +43,13 @@ class SaveState(msgspec.Struct):
 
     @property
     def newest(self) -> Checkpoint | None:
-        return self.last or self.taken_up
+        return self.last or self.resumed_from
 
 
 def check_words(config: JobConfig) -> None:
     """What excludes each other, or does not parse."""
     if config.save_every:
-        every("--save-every", config.save_every)
+        interval("--save-every", config.save_every)
     if config.fresh and config.resume:
         raise ConfigError("--fresh and --resume exclude each other: one starts over, the other from a checkpoint")
     for name in ("save_every", "fresh", "checkpoint_mirror", "best"):
@@ -102,21 +101,3 @@ def outdated(found: Iterable[SaveStanding], keep: int, lineage: str, best: Colle
             gone.append(one.name)
     weights = [one.name for one in every if not one.is_whole]
     return gone + [name for name in weights[:-1] if name not in best]
-
-
-class Every(NamedTuple):
-    """Either of both is 0."""
-
-    steps: int = 0
-    seconds: float = 0.0
-
-
-def every(flag: str, text: str) -> Every:
-    """What people type: 500steps, 90s, 10m, 2h."""
-    for word in ("steps", "step"):
-        if text.endswith(word):
-            number = text.removesuffix(word).strip().replace("_", "")
-            if not (number.isdecimal() and number.isascii() and 0 < int(number) < 1 << 60):
-                raise ConfigError(f"{flag} {text!r}: give a number of steps or a duration, e.g. 500steps, 10m")
-            return Every(steps=int(number))
-    return Every(seconds=duration(flag, text, "10m, 90s, 500steps"))

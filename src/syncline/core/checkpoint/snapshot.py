@@ -12,18 +12,19 @@ from syncline.core.leasing.leases import LeaseState, Leasing
 from syncline.core.leasing.ranges import without
 from syncline.core.slice_state import Identity, highest_clocks
 from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Noted, SnapshotBarrierClosed
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 
-#: What can change what is in a round, or in a slice.
+#: Requests that can change a round or a slice.
 Kind = Literal["commit", "clip", "rest", "leave"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotBarrier:
-    """A closed gate. Commits up to `through` pass, which other servers have; and what they may be waiting for.
+    """A closed snapshot barrier. It lets pass commits up to `through`, which other servers have, and what those may
+    wait for.
 
-    A rest, or a worker that leaves, may make whole the round that such a commit is in: it passes while anything of
-    `through` is not applied yet. In the first turn nothing passes.
+    A rest or a leave may complete the round of such a commit: it passes while `through` is not fully applied. In the
+    first turn nothing passes.
     """
 
     number: int
@@ -31,7 +32,9 @@ class SnapshotBarrier:
     through: Mapping[Identity, int] = dataclasses.field(default_factory=dict)
 
     def lacking(self, least: Mapping[Identity, int], there: Collection[Identity]) -> dict[Identity, int]:
-        """What of `through` is not in, by the clocks on all slices here. Who is not `there` brings nothing more."""
+        """The commits of `through` that are missing on some slice here. A worker that is not `there` sends no
+        more.
+        """
         return {
             worker: clock
             for worker, clock in self.through.items()
@@ -39,29 +42,29 @@ class SnapshotBarrier:
         }
 
     def lets_pass(self, kind: Kind, worker: Identity, clock: int, *, is_whole: bool) -> bool:
-        """Whether this is decided upon now. `is_whole`: all of `through` is in."""
+        """Whether this request passes. `is_whole`: all of `through` is applied."""
         if kind in ("commit", "clip"):
             return clock <= self.through.get(worker, 0)
         return not is_whole
 
     def is_replaced_by(self, number: int, turn: int) -> bool:
-        """Whether what is asked now is newer."""
+        """Whether the new request is newer."""
         return (number, turn) > (self.number, self.turn)
 
 
-def gate_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> SnapshotBarrier:
-    """As it came over the wire."""
+def barrier_of(number: int, turn: int, through: Iterable[tuple[str, int, int]]) -> SnapshotBarrier:
+    """Builds the barrier from a message."""
     return SnapshotBarrier(number, turn, {(name, incarnation): clock for name, incarnation, clock in through})
 
 
 def on_all(
     slices: Iterable[tuple[Mapping[Identity, int], bool]], settled: Collection[Identity]
 ) -> dict[Identity, int]:
-    """Of every worker the last commit that all slices here have, of their clocks and whether they stand in for lost
-    ones. After a move some may lack what others have; it is made again.
+    """Every worker's last commit that all slices here have. After a move some slices may lack commits, which are
+    replayed.
 
-    `settled`: those who take part in no rounds now. All that they have made was answered: a slice that has nothing of
-    them, or stands in for a lost one, gets no more of that, and does not count.
+    `settled`: workers that take part in no round now. All their commits were answered. A slice without any of them,
+    or one that replaces a lost slice, gets no more of them and does not count.
     """
     known = list(slices)
     found = {}
@@ -77,57 +80,60 @@ def on_all(
 
 
 def behind_to_tell(applied: Mapping[Identity, int], on_all: Mapping[Identity, int]) -> list[tuple[str, int, int]]:
-    """Of those whose commits are on some slices here only: what is on all of them."""
+    """Workers whose commits are on some slices here only, with the clock that all have."""
     return [(*worker, on_all[worker]) for worker in sorted(on_all) if on_all[worker] < applied.get(worker, 0)]
 
 
 def clocks_to_tell(
-    gate: SnapshotBarrier, applied: Mapping[Identity, int], there: Collection[Identity]
+    barrier: SnapshotBarrier, applied: Mapping[Identity, int], there: Collection[Identity]
 ) -> list[tuple[str, int, int]]:
-    """The clocks of those who take part; and of those that others have named and who have left here already: all
-    that they have ever committed is in."""
+    """The clocks of the workers that take part, and of those in `through` that have left: all their commits are
+    applied.
+    """
     found = {worker: clock for worker, clock in applied.items() if worker in there and clock}
-    for worker, clock in gate.through.items():
+    for worker, clock in barrier.through.items():
         if worker not in there:
             found[worker] = max(clock, applied.get(worker, 0))
     return [(name, incarnation, clock) for (name, incarnation), clock in sorted(found.items())]
 
 
-#: Commits wait while gates are closed: a job that is not level after so long is tried again later.
-CUT_SECONDS = 2.0
-#: Until then; and how often a save is tried before it is given up.
+#: How long commits may be held for a snapshot; then the attempt is repeated later.
+SNAPSHOT_SECONDS = 2.0
+#: The pause between attempts, and their number before the save fails.
 AGAIN_SECONDS = 1.0
 MOST_TRIES = 3
 
 
-class Cut:
-    """One try to find all servers level."""
+class SnapshotAttempt:
+    """One attempt to bring all servers to the same commits."""
 
     def __init__(
         self, number: int, servers: Iterable[str], until: float, noted: Mapping[Identity, Noted] | None = None
     ) -> None:
-        """`noted`: where boundaries of workers are, by what they said of them."""
+        """`noted`: the workers' boundaries, as they reported."""
         self._noted = noted or {}
-        # Of one in its first batch it is not known: all run the same script.
+        # Unknown for a worker in its first batch: all run the same script.
         self._usual = max([1, *(known.num_commits for known in self._noted.values())])
         self.number, self.servers, self.until = number, sorted(servers), until
         self.turn = 0
-        self.clocks: dict[Identity, int] = {}  # the highest that any server has
+        self.clocks: dict[Identity, int] = {}  # the highest on any server
         self._answers: dict[str, SnapshotBarrierClosed] = {}
 
     def close(self) -> CloseSnapshotBarrier:
-        """What every server is told now."""
+        """The message for every server in this turn."""
         behind = self.behind()
         through = [
             (*life, clock)
             for life, clock in sorted(self.clocks.items())
-            # Who waits for what is not for it waits for nothing.
+            # A commit that is not for a server must not be waited for there.
             if life[0] in behind or not any(self._is_elsewhere(life, answer) for answer in self._answers.values())
         ]
         return CloseSnapshotBarrier(self.number, self.turn, through)
 
     def decide(self, answers: Mapping[str, SnapshotBarrierClosed], now: float) -> Literal["level", "further", "late"]:
-        """Of all servers' answers: the job is level; or they are to be told again; or commits have waited enough."""
+        """Evaluates the answers of all servers: all are level; or another turn is needed; or commits were held too
+        long.
+        """
         self._answers = {server: answers[server] for server in self.servers}
         told = [_clocks(answer) for answer in self._answers.values() if answer.has_slices]
         self.clocks = {life: clock for life, clock in highest_clocks(told).items() if clock}
@@ -140,29 +146,29 @@ class Cut:
         return "further" if now < self.until else "late"
 
     def _boundary(self, life: Identity, clock: int) -> int:
-        """The first one of this worker's from here on, if its batches go on as they did."""
+        """This worker's next boundary, assuming its batches go on as before."""
         noted = self._noted.get(life)
         if noted is None:
             return clock
         return max(noted.clock, clock + (noted.clock - clock) % (noted.num_commits or self._usual))
 
     @property
-    def uses(self) -> list[Use]:
-        """What commits that are in have used, and the coordinator had not confirmed."""
-        return [use for answer in self._answers.values() for use in answer.uses]
+    def acks(self) -> list[LeaseAck]:
+        """Lease ranges of applied commits that the coordinator has not confirmed."""
+        return [use for answer in self._answers.values() for use in answer.acks]
 
     @property
-    def late(self) -> list[Use]:
+    def late(self) -> list[LeaseAck]:
         return [use for answer in self._answers.values() for use in answer.late]
 
     @property
     def num_updates(self) -> int:
-        """Of the slice that has had the most."""
+        """The highest update count of any slice."""
         return max((answer.num_updates for answer in self._answers.values()), default=0)
 
     @property
     def versions(self) -> int:
-        """Of all slices together: nothing comes into any of them without a change of it."""
+        """The sum of all slice versions: it changes with every update."""
         return sum(answer.versions for answer in self._answers.values())
 
     def behind(self) -> list[str]:
@@ -175,7 +181,7 @@ class Cut:
         return sorted(found)
 
     def _is_elsewhere(self, life: Identity, answer: SnapshotBarrierClosed) -> bool:
-        """Whether this server's slices came later than this worker's last commit, which was not for them."""
+        """Whether this server's slices were created after this worker's last commit."""
         if life in _clocks(answer) or not answer.has_slices:
             return False
         known = [number for one in self._answers.values() for *who, number in one.registered if tuple(who) == life]
@@ -186,23 +192,23 @@ def _clocks(answer: SnapshotBarrierClosed) -> dict[Identity, int]:
     return {(name, incarnation): clock for name, incarnation, clock in answer.clocks if clock}
 
 
-def ledger_at(leases: LeaseState, uses: Iterable[Use], late: Iterable[Use]) -> LeaseState:
-    """The ledger as it is at a cut: what is known, and what servers said there. A copy."""
+def ledger_at(leases: LeaseState, acks: Iterable[LeaseAck], late: Iterable[LeaseAck]) -> LeaseState:
+    """A copy of the ledger as of the snapshot: the known state and the servers' reports."""
     copied = _copy(leases)
     leasing = Leasing(copied, in_rounds=False)
-    leasing.used(uses)
+    leasing.used(acks)
     for use in late:
         for epochs in copied.epochs.values():
             for epoch in epochs.values():
-                epoch.late(*use)  # also in an epoch that others have left: whoever takes it up reads it
+                epoch.late(*use)  # also in an epoch that others have left: a resumed job reads it
     leasing.forget_finished()
     return copied
 
 
-def taken_up(leases: LeaseState) -> LeaseState:
-    """The ledger with which another job goes on: what was leased is to do, numbers of leases go on. A copy.
+def ledger_to_resume(leases: LeaseState) -> LeaseState:
+    """A copy of the ledger for a resumed job: leased samples are to do again, lease numbers go on.
 
-    An epoch that all but who held something had left is read on: what was held is in no step of the checkpoint.
+    An epoch that only holders of samples had not left is continued: what they held is in no step of the checkpoint.
     """
     copied = _copy(leases)
     for name, epochs in copied.epochs.items():
@@ -213,7 +219,7 @@ def taken_up(leases: LeaseState) -> LeaseState:
                 copied.finished[name] = without(copied.finished.get(name, []), (number, number + 1))
     Leasing(copied, in_rounds=False).forget_finished()
     copied.unheard, copied.sharing = {}, {}
-    # Of an epoch in the middle nothing may be another; the next one may have batches of another size.
+    # An epoch in progress must keep its loader; the next one may have other batch sizes.
     copied.loaders = {name: loader for name, loader in copied.loaders.items() if copied.epochs.get(name)}
     copied.resumed = sorted(copied.loaders)
     return copied

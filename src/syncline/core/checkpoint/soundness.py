@@ -1,4 +1,4 @@
-"""Whether a manifest can be true: every reference, size and count in it, before any of it is used."""
+"""Validates a manifest: every reference, size and count, before any of it is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from syncline.errors import ConfigError, DamagedError, LayoutError, RuleError, S
 
 KINDS = ("whole", "weights")
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,18})")
-#: A plain name, and none that a checkpoint's folder has besides.
+#: A plain name that cannot collide with the folder's other files.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MOST = 1 << 62
@@ -40,13 +40,13 @@ def checkpoint_name(number: int, step: int) -> str:
 
 
 def number_in(name: str) -> int | None:
-    """The number of a checkpoint by its folder's name; None: it is not one's."""
+    """The number in a checkpoint folder's name; None if it is no such name."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def check_file_name(name: str) -> None:
-    """Raises StoreError where this is no name of a checkpoint's file: it may lead out of the folder."""
+    """Raises StoreError for an invalid file name, which could point outside the folder."""
     _require(_FILE_NAME.fullmatch(name) is not None, f"a file cannot be named {name!r}")
 
 
@@ -61,14 +61,14 @@ def state_tensor(number: int, piece: int, key: str) -> str:
 
 
 class _Writer(msgspec.Struct):
-    """What a manifest of any format says of whoever wrote it."""
+    """Identifies the writer of a manifest of any format."""
 
     format: int = 0
     syncline: str = ""
 
 
 def decode_manifest(text: bytes, where: str) -> Manifest:
-    """The manifest in this text, sound; else StoreError, which says what is wrong with it."""
+    """Parses and validates a manifest; a StoreError describes what is wrong."""
     try:
         writer = msgspec.json.decode(text, type=_Writer)
         if writer.format > FORMAT:
@@ -84,7 +84,7 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Raises DamagedError at the first thing that cannot be."""
+    """Raises DamagedError at the first inconsistency."""
     try:
         _check_head(manifest)
         files = _check_files(manifest)
@@ -161,7 +161,7 @@ def _check_offsets(segment: Segment, what: str) -> None:
 
 
 def _check_cut(segment: Segment, what: str) -> None:
-    """Its slices are all of it: no overlap, no gap, each of one dtype."""
+    """Checks that the slices cover the segment: no overlap, no gap, one dtype each."""
     end = 0
     for part in sorted(segment.slices, key=lambda part: part.offset):
         _require(part.segment == segment.index and part.num_bytes > 0, f"slice {part.id} is out of place")
@@ -176,7 +176,7 @@ def _check_cut(segment: Segment, what: str) -> None:
 
 
 def _check_slices(manifest: Manifest, files: Mapping[str, Mapping[str, SavedTensor]]) -> None:
-    """Every slice of every segment is there once, as what it was."""
+    """Checks that every slice of every segment exists exactly once."""
     parts: dict[int, tuple[Segment, Slice]] = {}
     for segment in manifest.segments:
         for part in segment.slices:
@@ -221,14 +221,14 @@ def _check_state(what: str, state: SavedState, segment: Segment, piece: Piece, t
         raise StoreError(f"{what}: {error}") from None
 
 
-#: More than a job can have come through.
+#: Above any plausible number of epochs.
 _MOST_EPOCHS = 1 << 32
-#: Pairs of spans in one another's reach: thousands of workers have fewer.
+#: Limit for pairs of overlapping spans; thousands of workers have fewer.
 _MOST_PAIRS = 1 << 23
 
 
 def check_leases(state: LeaseState) -> None:
-    """Raises StoreError at the first thing that cannot be."""
+    """Raises StoreError at the first inconsistency."""
     _require(1 <= state.next_lease <= _MOST, f"its next lease would be {state.next_lease}")
     for name, loader in state.loaders.items():
         try:
@@ -265,7 +265,7 @@ def _check_epoch(epoch: Epoch, loader: Loader, next_lease: int, what: str) -> No
     counts = (epoch.num_done, epoch.num_passed_over)
     _require(all(0 <= count <= _MOST for count in counts), f"{what}: what is done of it cannot be")
     stop = loader.num_shards * SHARD_POSITIONS or epoch.num_samples
-    suspect_batches = [one.span for one in [*epoch.suspect_batches, *epoch.aside]]
+    suspect_batches = [one.span for one in [*epoch.suspect_batches, *epoch.quarantined]]
     for span in [*epoch.todo, *suspect_batches, *(lease.span for lease in epoch.leases.values())]:
         _require(span.stop <= stop, f"{what}: positions {span.start} to {span.stop} of {stop}")
         _require(bool(span.period) or not span.width, f"{what}: a span that is no comb has a width")
@@ -296,7 +296,7 @@ def _check_apart(spans: Iterable[Span], what: str) -> None:
 
 
 def overlap(one: Span, other: Span) -> bool:
-    """Whether any position is in both; teeth are reckoned with, never counted out."""
+    """Whether two spans share a position; computed without enumerating teeth."""
     if not one.period:
         return _touches(other, one.start, one.stop)
     if not other.period:
@@ -306,7 +306,7 @@ def overlap(one: Span, other: Span) -> bool:
     last = min(one.num_teeth - 1, (other.stop - 1 - one.start) // one.period)
     if first > last:
         return False
-    for tooth in (first, last):  # these two may stand out of it
+    for tooth in (first, last):  # these two may lie partly outside
         start = one.start + tooth * one.period
         if _touches(other, start, start + one.width):
             return True
@@ -331,7 +331,9 @@ def _touches(span: Span, begin: int, end: int) -> bool:
 
 
 def _first_within(factor: int, modulus: int, low: int, high: int) -> int | None:
-    """The least x >= 0 with factor·x mod modulus in low … high, which may go over the modulus: as Euclid would."""
+    """The least x >= 0 with factor·x mod modulus in low … high (which may exceed the modulus), by Euclid's
+    algorithm.
+    """
     if low == 0 or low > high:
         return 0
     if factor == 0:

@@ -12,24 +12,24 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """A value without state: several threads use it at once. Equal numbers have equal encodings, on every machine.
+    """A stateless value, used by several threads. Equal numbers have equal encodings on every machine.
 
-    It gets each parameter's numbers by themselves; one with `is_joint = True` gets all of a slice at once.
+    It encodes each parameter separately; with `is_joint = True`, all of a slice together.
     """
 
     @property
     def name(self) -> str:
-        """As it is said at launch and on the wire."""
+        """The name used at launch and on the wire."""
 
     @property
     def is_lossy(self) -> bool:
-        """Whether decoding may give other numbers; what is left out is then added to the next push."""
+        """Whether decoding may change numbers; the difference is then added to the next push."""
 
     def bound(self, num_items: int) -> int:
-        """The most bytes that an encoding of so many numbers has. Receivers allocate no more."""
+        """The maximal size of an encoding of this many numbers. Receivers allocate no more."""
 
     def encode(self, values: Floats) -> Bytes:
-        """The encoding of these numbers, in memory of its own."""
+        """Encodes into new memory."""
 
     def decode(self, data: Bytes, out: Floats) -> None:
-        """Writes all of `out`. Raises FrameError (or ValueError) for what is no encoding of so many numbers."""
+        """Writes all of `out`. Raises FrameError (or ValueError) for an invalid encoding."""

@@ -1,4 +1,4 @@
-"""bf16 and fp16: two bytes a number. In whole numbers: NumPy's own conversions take many times as long."""
+"""bf16 and fp16: two bytes per number. Integer arithmetic: NumPy's conversions are many times slower."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy.typing as npt
 from syncline.core.codecs.codec import Bytes, Floats
 from syncline.errors import FrameError
 
-#: Numbers that are worked on in one go: they stay in the core's own cache meanwhile.
+#: Numbers per chunk, so that a chunk stays in the core's cache.
 CHUNK_ITEMS = 1 << 15
 _Bits = npt.NDArray[np.uint32]
 _Codes = npt.NDArray[np.uint16]
 
 
 class Bf16:
-    """The upper half of a float32, rounded to nearest, halves to even. NaN and Inf stay what they are."""
+    """The upper half of a float32, rounded to nearest even. NaN and Inf are kept."""
 
     name, is_lossy = "bf16", True
 
@@ -34,8 +34,8 @@ class Bf16:
             bits, rounded, found = part.view(np.uint32), work[: part.size], codes[start : start + part.size]
             _round(bits, 16, 0x7FFF, rounded)
             np.copyto(found, rounded, casting="unsafe")
-            if not math.isfinite(part.dot(part)):  # it may only be large; then nothing is found
-                places = np.flatnonzero(np.isnan(part))  # rounding could make it an Inf, or a zero
+            if not math.isfinite(part.dot(part)):  # may only be large numbers; then nothing is found
+                places = np.flatnonzero(np.isnan(part))  # rounding could make it an Inf or a zero
                 found[places] = bits[places] >> 16 | 0x40
         return codes.view(np.uint8)
 
@@ -45,8 +45,9 @@ class Bf16:
 
 
 class Fp16:
-    """IEEE half precision, rounded to nearest, halves to even. What is larger than 65504 becomes that: an Inf would
-    spoil whatever it is added to. NaN stays NaN."""
+    """IEEE half precision, rounded to nearest even. Numbers above 65504 become 65504, because an Inf would spoil
+    every sum. NaN stays NaN.
+    """
 
     name, is_lossy = "fp16", True
 
@@ -68,12 +69,12 @@ class Fp16:
 
     def decode(self, data: Bytes, out: Floats) -> None:
         _check(self.name, data, out)
-        np.take(_halves(), data.view(np.uint16), out=out, mode="clip")  # "raise" would go through a copy
+        np.take(_halves(), data.view(np.uint16), out=out, mode="clip")  # "raise" would make a copy
 
 
 #: In bits of a float32: the largest half, and the least one that is normal.
 _LARGEST, _NORMAL = 0x477F_E000, 0x3880_0000
-#: 0.5: added to a number below the normal halves, it leaves their steps in the last bits.
+#: 0.5: added to a subnormal half, it leaves its steps in the last bits.
 _HALF = 0x3F00_0000
 
 
@@ -92,7 +93,7 @@ def _to_half(bits: _Bits, codes: _Codes, sizes: _Bits, rounded: _Bits) -> None:
 
 
 def _round(bits: _Bits, shift: int, half: int, out: _Bits) -> None:
-    """Shifts to the right, rounding to nearest, halves to even. `half`: one less than that, and what else to add."""
+    """Shifts right, rounding to nearest even. `half`: one less than half a step, plus any offset."""
     np.right_shift(bits, shift, out=out)
     out &= 1
     out += half

@@ -1,4 +1,4 @@
-"""int8: a byte a number, and a scale for every 1024 of them."""
+"""int8: one byte per number, and a scale per 1024 numbers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from syncline.core.codecs.codec import Bytes, Floats
 from syncline.errors import FrameError
 
 BLOCK_ITEMS = 1024
-#: Blocks that are worked on in one go: they stay in the core's own cache meanwhile.
+#: Blocks per chunk, so that a chunk stays in the core's cache.
 _CHUNK_BLOCKS = 32
 _STEPS = np.float32(127)
-#: A block whose numbers are all smaller than 127 times this counts as zeros: its scale would not be exact.
+#: A block with all numbers below 127 times this counts as zeros: its scale would be inexact.
 _LEAST_SCALE = np.finfo(np.float32).tiny
 
 _Codes = npt.NDArray[np.int8]
 
 
 class Int8:
-    """Each number as the nearest of 255 steps (halves to even): off by half a step at most. A step is 1/127 of the
-    largest number of its block. A block with NaN or Inf in it is NaN as a whole."""
+    """Each number as the nearest of 255 steps (ties to even), off by at most half a step. A step is 1/127 of the
+    block's largest number. A block with NaN or Inf becomes NaN.
+    """
 
     name, is_lossy = "int8", True
 

@@ -1,4 +1,4 @@
-"""Which codecs a job has, by what was said at launch."""
+"""The codecs of a job, by its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncline.extensions import is_named
 
 _PLAIN: dict[str, Codec] = {codec.name: codec for codec in (Bf16(), Fp16(), Int8())}
 _SHARE = re.compile(r"topk:(\d{0,3}\.?\d{1,12}(?:e-?\d{1,2})?)", re.ASCII)
-#: What stands for no codec.
+#: Names for no codec.
 NONE = ("", "none")
 
 Load = Callable[[str], object]
@@ -26,21 +26,21 @@ Load = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Codecs:
-    """Of one job: for what goes up and for what comes down; `exempt`: names that are never encoded."""
+    """A job's codecs for pushes and pulls; `exempt`: parameters that are never encoded."""
 
     push: Codec | None = None
     pull: Codec | None = None
     exempt: tuple[str, ...] = ()
 
     def encodes(self, segment: Segment, parameter: Parameter) -> bool:
-        """float32 only; and what is assigned, a mask or a count, is taken as it is said."""
+        """Whether a parameter is encoded: float32 only, and never with `Assign`, as for masks or counts."""
         if parameter.dtype != "float32" or segment.rule_of(parameter).name == "Assign":
             return False
         return not any(fnmatch.fnmatchcase(parameter.name, pattern) for pattern in self.exempt)
 
 
 def codecs_of(config: JobConfig, load: Load | None = None) -> Codecs:
-    """Checked. Without `load`, codecs of the user's own are not looked for: they count as none."""
+    """The validated codecs of a job. Without `load`, user-defined codecs count as none."""
     push = parse_codec("--codec", config.codec, load)
     pull = parse_codec("--pull-codec", config.pull_codec, load)
     if isinstance(pull, TopK):
@@ -55,7 +55,7 @@ def codecs_of(config: JobConfig, load: Load | None = None) -> Codecs:
 
 
 def parse_codec(setting: str, text: str, load: Load | None) -> Codec | None:
-    """The codec of this name; a ConfigError lists what there is."""
+    """Finds a codec by name; a ConfigError lists the known ones."""
     if text in NONE:
         return None
     if text in _PLAIN:

@@ -1,8 +1,8 @@
-"""Slices encoded unit by unit: each parameter's numbers by themselves, what is exempt as it is.
+"""Encodes slices unit by unit: each parameter separately; exempt ones unencoded.
 
-A codec that chooses among the numbers (`is_joint`) gets all that it may encode of a slice as one unit. On the wire an
-encoded slice is the bytes of its units, one after the other, and their sizes; -1: this unit does not travel. No sizes
-at all: the slice is as it lies.
+A codec that selects among numbers (`is_joint`) gets everything encodable of a slice as one unit. On the wire an
+encoded slice is the bytes of its units in order, and their sizes; -1: the unit is not sent. No sizes: the slice is
+not encoded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from syncline.core.codecs.named import Codecs
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.errors import ConfigError, FrameError, SynclineError
 
-#: The size of a unit that does not travel.
+#: The size of a unit that is not sent.
 NOT_SENT = -1
 _EMPTY = np.empty(0, np.uint8)
 
@@ -37,19 +37,19 @@ class PiecePlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What is encoded together, or goes as it is."""
+    """What is encoded together, or sent unencoded."""
 
     places: tuple[PiecePlace, ...]
     num_bytes: int
     is_encoded: bool
 
     def gather(self, data: Bytes) -> Floats:
-        """Its numbers; where they lie, if there is one place."""
+        """Its numbers; without a copy if they are contiguous."""
         parts = [data[place.begin : place.end].view(np.float32) for place in self.places]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def spread(self, values: Floats) -> Iterator[tuple[PiecePlace, Floats]]:
-        """Numbers that are gathered, or are to be, by their places."""
+        """Splits gathered numbers by their places."""
         start = 0
         for place in self.places:
             end = start + (place.end - place.begin) // 4
@@ -58,14 +58,14 @@ class Unit(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A slice on its way: the sizes of its units, and their bytes where there are any."""
+    """An encoded slice: the sizes of its units, and their bytes."""
 
     sizes: list[int]
     buffers: list[Bytes]
 
 
 def coder_of(codec: Codec | None, codecs: Codecs) -> SliceCoder | None:
-    """For one way of a job, if it is encoded."""
+    """The coder of one direction, if it is encoded."""
     return SliceCoder(codec, codecs) if codec is not None else None
 
 
@@ -79,7 +79,7 @@ class SliceCoder:
 
     def units(self, segment: Segment, part: Slice) -> list[Unit]:
         known = self._known.get(part.id)
-        if known is None or known[0] is not segment:  # a registration may have been taken back
+        if known is None or known[0] is not segment:  # a registration may have been undone
             known = self._known[part.id] = (segment, self._find_units(segment, part))
         return known[1]
 
@@ -99,11 +99,11 @@ class SliceCoder:
         return joint + found
 
     def encodes(self, segment: Segment, part: Slice) -> bool:
-        """Whether there is anything in this slice to encode; if not, it goes as it lies."""
+        """Whether anything in this slice is encoded."""
         return any(unit.is_encoded for unit in self.units(segment, part))
 
     def bound(self, segment: Segment, part: Slice) -> int:
-        """The most bytes that a slice comes to."""
+        """The maximal encoded size of a slice."""
         if not self.encodes(segment, part):
             return part.num_bytes
         return sum(self._most(unit) for unit in self.units(segment, part))
@@ -112,7 +112,7 @@ class SliceCoder:
         return self.codec.bound(unit.num_bytes // 4) if unit.is_encoded else unit.num_bytes
 
     def encode(self, segment: Segment, part: Slice, data: Bytes, parameters: Container[int] | None = None) -> Encoded:
-        """All of a slice; or the units that have any of these parameters."""
+        """Encodes a slice, or only the units that contain any of these parameters."""
         found = Encoded([], [])
         for unit in self.units(segment, part):
             if parameters is not None and not any(place.parameter in parameters for place in unit.places):
@@ -126,11 +126,11 @@ class SliceCoder:
         return found
 
     def encoded(self, segment: Segment, unit: Unit, values: Floats) -> Bytes:
-        """By the codec, and held against its own word: where that is broken, others would close the connection."""
+        """Encodes a unit and checks the codec's own bound; receivers would close the connection otherwise."""
         try:
             found = self.codec.encode(values)
             most = self._most(unit)
-        except Exception as error:  # a codec of the user's own
+        except Exception as error:  # a user-defined codec
             raise self._blame(segment, unit, f"{type(error).__name__}: {error}") from error
         if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
             what = (
@@ -154,7 +154,7 @@ class SliceCoder:
     # -- what comes in ------------------------------------------------------------------------------------
 
     def room(self, segment: Segment, part: Slice, sizes: Sequence[int]) -> list[Bytes]:
-        """Memory for an encoding of these sizes; a FrameError, and nothing allocated, for sizes that cannot be."""
+        """Memory for an encoding of these sizes. Invalid sizes raise FrameError before anything is allocated."""
         units = self.units(segment, part)
         if len(sizes) != len(units):
             raise FrameError(f"{len(sizes)} units of slice {part.id}, which has {len(units)}")
@@ -167,7 +167,7 @@ class SliceCoder:
         return [np.empty(size, np.uint8) for size in sizes if size > 0]
 
     def decode(self, segment: Segment, part: Slice, encoded: Encoded, out: Bytes) -> None:
-        """Writes the units that have come; others are left alone."""
+        """Decodes the units that were sent; others are unchanged."""
         buffers = iter(encoded.buffers)
         for size, unit in zip(encoded.sizes, self.units(segment, part), strict=True):
             if size == NOT_SENT:
@@ -176,17 +176,17 @@ class SliceCoder:
             if not unit.is_encoded:
                 out[unit.places[0].begin : unit.places[0].end] = data
                 continue
-            # Beside, then copied: the same bytes may come twice, and be summed up meanwhile.
+            # Decode, then copy: the same bytes may arrive twice while they are being summed.
             for place, values in unit.spread(self.decoded(data, unit)):
                 out[place.begin : place.end] = values.view(np.uint8)
 
     def decoded(self, data: Bytes, unit: Unit) -> Floats:
-        """A unit's numbers, in memory of their own."""
+        """A unit's numbers, in new memory."""
         values = np.empty(unit.num_bytes // 4, np.float32)
         try:
             self.codec.decode(data, values)
         except SynclineError:
             raise
-        except Exception as error:  # a codec of the user's own
+        except Exception as error:  # a user-defined codec
             raise FrameError(f"no encoding by {self.codec.name}: {type(error).__name__}: {error}") from None
         return values

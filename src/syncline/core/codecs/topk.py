@@ -1,4 +1,4 @@
-"""topk:R — of each slice only the largest numbers travel, with their places: as many as fit into 2 R of the bytes."""
+"""topk:R — sends only the largest numbers of each slice with their places: as many as fit into 2 R of the bytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from syncline.core.codecs.codec import Bytes, Floats
 from syncline.core.codecs.packing import Fit, fit, pack, unpack
 from syncline.errors import FrameError
 
-#: Numbers of which it is guessed how large the largest ones are.
+#: Sample size for estimating the threshold.
 _SAMPLE_ITEMS = 1 << 14
 _CHUNK_ITEMS = 1 << 15
-#: So many more than are wanted are looked at closely, by the guess.
+#: Factor of candidates above the wanted number.
 _MARGIN = 1.3
-#: Where the share is fewer numbers than this, there is little to win by packing them.
+#: Below this many numbers, packing gains little.
 LEAST_PACKED = 64
 
 _Places = npt.NDArray[np.intp]
@@ -25,12 +25,13 @@ _Places = npt.NDArray[np.intp]
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The `share` of the numbers that is largest by magnitude, at least one, and with its room as many more as it has
-    when they are packed: about six times the share, each rounded to a power of two. In small slices just the share,
-    each as it is. Of equal ones the first; zeros never travel. All others are 0."""
+    """The `share` of numbers with the largest magnitude, at least one. Packed, about six times the share fits,
+    each rounded to a power of two; small slices send just the share, exactly. Of equal numbers the first are sent;
+    zeros never. All others become 0.
+    """
 
     share: float
-    is_lossy = is_joint = True  # of a whole slice: what is largest there matters most, whichever parameter it is of
+    is_lossy = is_joint = True  # per slice: the largest numbers matter most, whichever parameter they belong to
 
     @property
     def name(self) -> str:
@@ -43,7 +44,7 @@ class TopK:
         return 8 * self._least(num_items)
 
     def packing(self, num_items: int) -> Fit | None:
-        """How many travel of so many, at most; None: the share, as they are."""
+        """How many numbers are sent at most; None: the share, unpacked."""
         return fit(self.bound(num_items), num_items) if self._least(num_items) >= LEAST_PACKED else None
 
     @np.errstate(all="ignore")
@@ -72,16 +73,16 @@ class TopK:
         out[places] = values
 
     def _largest(self, values: Floats, most: int) -> _Places:
-        """So many of them, in ascending order."""
+        """The places of this many largest numbers, ascending."""
         if not values.size:
             return np.empty(0, np.intp)
         places = self._candidates(values, self._guess(values, most))
-        if places.size < most:  # the guess was too high
+        if places.size < most:  # the estimate was too high
             places = self._candidates(values, np.float32(0))
         sizes = np.abs(values[places])
         if places.size <= most:
             return places
-        least = np.partition(sizes, places.size - most)[places.size - most]  # NaN comes last: it counts as largest
+        least = np.partition(sizes, places.size - most)[places.size - most]  # NaN sorts last and counts as largest
         above = ~(sizes <= least)
         is_tied = sizes == least
         is_tied[np.flatnonzero(is_tied)[most - int(above.sum()) :]] = False
@@ -90,14 +91,14 @@ class TopK:
 
     @staticmethod
     def _guess(values: Floats, most: int) -> np.float32:
-        """About as large as the least of those that travel, or smaller."""
+        """An estimate of the threshold, or less."""
         sample = np.abs(values[:: max(1, values.size // _SAMPLE_ITEMS)])
         count = min(sample.size, math.ceil(sample.size * most / values.size * _MARGIN) + 8)
         return np.float32(np.partition(sample, sample.size - count)[sample.size - count])
 
     @staticmethod
     def _candidates(values: Floats, least: np.float32) -> _Places:
-        """The places of what is not smaller, nor zero. NaN is not smaller than anything."""
+        """The places of numbers that are not smaller, nor zero. NaN counts as large."""
         if not least > 0:
             return np.flatnonzero(values)
         found = []

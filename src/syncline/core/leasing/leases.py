@@ -1,8 +1,8 @@
-"""Leasing: who reads what next, in every epoch of every loader. `LeaseState` is what of it is kept.
+"""Leasing: who reads what next, in every epoch of every loader. `LeaseState` is the persistent part.
 
-Outside of rounds whoever is free takes the next lease, sized by its speed. In rounds global batches are dealt out to
-all who take part, so that the content of a round does not depend on timing. Whoever finds nothing to do has others
-give back what they have not begun; an epoch ends for all when everything in it is done.
+Outside of rounds a free worker takes the next lease, sized by its speed. In rounds global batches are dealt to all
+participants, so that a round's content does not depend on timing. When a worker has nothing to do, others give back
+what they have not started. An epoch ends for all workers when everything in it is done.
 """
 
 from __future__ import annotations
@@ -27,62 +27,64 @@ from syncline.core.leasing.shares import (
 from syncline.core.slice_state import Identity
 from syncline.errors import ConfigError
 
-#: Positions that are kept free for each shard whose length nobody knows yet.
+#: Positions reserved for each shard of unknown length.
 SHARD_POSITIONS = 1 << 40
-#: Orders take no more of a seed than 64 bits.
+#: Orders use 64 bits of a seed.
 MOST_SEEDS = 1 << 64
-#: How much a new measurement of a speed counts against those before it.
+#: The weight of a new speed measurement.
 _FRESH = 0.3
 
 
 class LeaseState(msgspec.Struct):
-    """All of it that must outlive the coordinator."""
+    """Everything that must outlive the coordinator."""
 
     next_lease: int = 1
     loaders: dict[str, Loader] = {}
-    epochs: dict[str, dict[int, Epoch]] = {}  # that are under way
-    finished: dict[str, list[Places]] = {}  # numbers of epochs, from and to
-    unshared: list[str] = []  # loaders that some workers did not come to, when others read
-    seeds: dict[str, int] = {}  # of the orders of loaders, the same in all workers and in all their lives
-    resumed: list[str] = []  # loaders that are known from a checkpoint, with an epoch under way
-    unheard: dict[str, int] = {}  # lives of workers that are to say what they have used: servers do not know it
-    sharing: dict[int, dict[str, int]] = {}  # leases that all have in common: the lives of workers that were given it
+    epochs: dict[str, dict[int, Epoch]] = {}  # in progress
+    finished: dict[str, list[Places]] = {}  # ranges of epoch numbers
+    unshared: list[str] = []  # loaders that some workers did not open while others read
+    seeds: dict[str, int] = {}  # of loaders' orders, the same in all workers and lives
+    resumed: list[str] = []  # loaders known from a checkpoint, with an epoch in progress
+    unheard: dict[str, int] = {}  # incarnations of workers that must report their acks, since servers have lost them
+    sharing: dict[int, dict[str, int]] = {}  # common leases: the incarnations that were given each
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """To a worker that asks for more: a lease; or that the epoch is finished; or whom to have give back."""
+    """The answer to a request: a lease, the end of the epoch, or the workers to recall from."""
 
     lease: Lease | None = None
     begin: int = 0  # the place in the lease to begin at
     is_finished: bool = False
     recall: tuple[Identity, ...] = ()
-    is_coming: bool = False  # there is more, or may be, as soon as others have answered
+    is_coming: bool = False  # more may come once others have answered
 
 
 class Leasing:
     """Decisions about all loaders of a job."""
 
     def __init__(self, state: LeaseState, *, in_rounds: bool, is_exact: bool = False) -> None:
-        """`is_exact`: while no worker comes or goes, who reads what does not depend on timing, of shards too."""
+        """`is_exact`: while membership is stable, assignments do not depend on timing, even with shards."""
         self.state, self._in_rounds, self._is_exact = state, in_rounds, is_exact
         self.speeds: dict[str, float] = {}  # samples in a second of work
-        self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
-        self._first_dealt: dict[tuple[str, int], frozenset[Identity]] = {}  # who was there when an epoch began
-        self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
-        #: Have nothing to give back until they get more; up to which lease that is known.
+        self._widths: dict[tuple[str, int], dict[str, int]] = {}  # shares of a global batch, as last dealt
+        self._first_dealt: dict[tuple[str, int], frozenset[Identity]] = {}  # the workers present when an epoch began
+        self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # recalled, not answered yet
+        #: Workers with nothing to give back, and the lease up to which that is known.
         self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
         self._opened: set[tuple[Identity, str, int]] = set()
-        self._described: dict[str, set[str]] = {}  # workers that have opened a loader as it is known, heard of here
+        self._described: dict[str, set[str]] = {}  # workers that have opened a loader with the known description
         self._gone: set[tuple[Identity, str, int]] = set()  # have left the loop over this epoch
-        self._absent: set[tuple[Identity, str]] = set()  # did not come to an epoch of this loader that others read
+        self._absent: set[tuple[Identity, str]] = set()  # did not open an epoch of this loader that others read
         self._quarantined: set[Identity] = set()
 
     # -- epochs -------------------------------------------------------------------------------------------
 
     def open(self, owner: Identity, name: str, number: int, loader: Loader, num_workers: int) -> bool:
-        """Whether there is anything left in this epoch. A loader that is not as others have it is refused."""
+        """Opens an epoch; returns whether anything is left in it. A loader that differs from the known one is
+        refused.
+        """
         worker = owner[0]
         loader.check()
         known = self.state.loaders.setdefault(name, loader)
@@ -97,13 +99,13 @@ class Leasing:
         epochs = self.state.epochs.setdefault(name, {})
         if number not in epochs:
             epochs[number] = self._begin(loader, num_workers)
-        if loader.is_steps and self._in_rounds and epochs[number].todo:  # it begins, or was taken up
+        if loader.is_steps and self._in_rounds and epochs[number].todo:  # it begins, or is resumed
             epochs[number].share(self.state.next_lease)
             self.state.next_lease += 1
         return not epochs[number].is_finished
 
     def _differs(self, worker: str, name: str, loader: Loader, known: Loader) -> str:
-        """What is wrong with a loader that is not as it is known, where the other description is from, what to do."""
+        """Describes the difference to the known loader, where that is from, and what to do."""
         others, own = sorted(self._described.get(name, set()) - {worker}), f"{worker} has {loader.describe()}"
         if others:
             who = f"{others[0]} has" if len(others) == 1 else f"{others[0]} and {len(others) - 1} more have"
@@ -122,7 +124,9 @@ class Leasing:
         )
 
     def seed(self, name: str, seed: int, *, counts: bool) -> int | None:
-        """The seed of this loader's order in the whole job: the first one that `counts`. None: there is none yet."""
+        """The seed of this loader's order in the whole job: the first one that `counts`. None if there is none
+        yet.
+        """
         if counts:
             self.state.seeds.setdefault(name, seed % MOST_SEEDS)
         return self.state.seeds.get(name)
@@ -139,7 +143,7 @@ class Leasing:
         return self.state.epochs.get(name, {}).get(number)
 
     def is_shared(self, name: str) -> bool:
-        """Whether all workers come to this loader's epochs, by what is known."""
+        """Whether all workers read this loader's epochs, as far as known."""
         return name not in self.state.unshared
 
     def _has_finished(self, name: str, number: int) -> bool:
@@ -163,12 +167,13 @@ class Leasing:
         given: Iterable[tuple[int, int]] = (),
         is_late: bool = False,
     ) -> Answer:
-        """A worker wants more. `held`: what it has read and not committed, by lease and places. `is_idle`: it has
-        nothing left to read. `newest`: the last lease it knows of; others that it was told of got lost on the way.
-        `given`: leases that it has given back, from which place on. `is_late`: the job had begun before it joined."""
+        """A worker requests more. `held`: lease ranges it has read and not committed. `is_idle`: it has nothing
+        left to read. `newest`: the last lease it knows of; later ones were lost on the way. `given`: leases it has
+        given back, from which place on. `is_late`: it joined a running job.
+        """
         epoch = self.epoch(name, number)
         self._held[owner, name, number] = list(held)
-        self._opened.add((owner, name, number))  # a coordinator that has come back did not hear of that
+        self._opened.add((owner, name, number))  # a restarted coordinator does not know it
         self._absent.discard((owner, name))
         if newest is not None and newest > self._dry.get((owner, name, number), newest):
             del self._dry[owner, name, number]  # a lease was on its way when it gave back
@@ -182,7 +187,7 @@ class Leasing:
         if recall := self._recall_for(owner, name, number, epoch):
             return Answer(recall=recall, is_coming=True)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
-        while lease is None and epoch.num_todo < left:  # of what is dealt out, odd pieces may all be others'
+        while lease is None and epoch.num_todo < left:  # odd pieces of what is dealt may all go to others
             left = epoch.num_todo
             lease = self._hand_out(owner, name, number, epoch, taking_part)
         if lease is not None:
@@ -206,13 +211,13 @@ class Leasing:
         newest: int | None,
         is_late: bool,
     ) -> Answer:
-        """Every worker makes every step that is left, beginning with the same one.
+        """Every worker makes every remaining step, starting with the same one.
 
-        A worker that comes later begins one step further than is known to be made: that one may be under way. So it
-        never makes a step more than the others do.
+        A late worker starts one step after the last known one, which may be in progress. It never makes more steps
+        than the others.
         """
         if newest == lease.number:
-            return Answer()  # it has it already, and waits for the others
+            return Answer()  # it has the lease and waits for the others
         given = self.state.sharing.setdefault(lease.number, {})
         beside = [one for one in taking_part if given.get(one[0]) == one[1] and (one, name, number) not in self._gone]
         given[owner[0]] = owner[1]
@@ -226,7 +231,7 @@ class Leasing:
         return epoch is not None and epoch.common is not None
 
     def _is_through(self, name: str, number: int, epoch: Epoch) -> bool:
-        """Whether all is done, but for what waits for the next commits of those who have read it."""
+        """Whether everything is done, except samples that wait for their readers' next commits."""
         if self._has_finished(name, number):
             return True
         if epoch.todo or not all(self._is_held(name, number, lease) for lease in epoch.leases.values()):
@@ -237,7 +242,7 @@ class Leasing:
     def _is_held(self, name: str, number: int, lease: Lease) -> bool:
         told = self._held.get((lease.owner, name, number), [])
         if lease.is_common:
-            told = [use for (_, *epoch), uses in self._held.items() if epoch == [name, number] for use in uses]
+            told = [use for (_, *epoch), acks in self._held.items() if epoch == [name, number] for use in acks]
         left: list[Places] = [(0, lease.end)]
         for places in [*lease.done, *((begin, end) for n, begin, end in told if n == lease.number)]:
             left = without(left, places)
@@ -278,28 +283,28 @@ class Leasing:
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
         if not wide[owner[0]]:
-            return None  # there are more workers than samples in a global batch
+            return None  # more workers than samples in a global batch
         self.state.next_lease += len(owners)
         rounds = deal_rounds(sum(wide.values()), sum(self.speeds.get(one, 0.0) for one, _ in owners))
         data = self.state.loaders[name]
-        # With drop_last nobody is given a smaller batch; parts of a global batch differ all the same.
+        # With drop_last no batch is smaller; shares of a global batch may still differ.
         unit = data.batch if data.drop_last and not data.is_auto and not data.is_global else 1
         epoch.deal(first, [(one, wide[one[0]]) for one in owners if wide[one[0]]], rounds, unit)
         return self._untold(epoch, owner)
 
     def _reading(self, owner: Identity, name: str, number: int, taking_part: Sequence[Identity]) -> list[Identity]:
-        """Who is dealt something of this epoch, in the order of ranks; with the one that asks."""
+        """The workers that are dealt samples of this epoch, by rank, including the one that asks."""
         owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         self._first_dealt.setdefault((name, number), frozenset(owners))
         return owners
 
     def _has_its_part(self, owner: Identity, name: str, number: int) -> bool:
-        """Whether its part was dealt to it when the epoch began. What it took from others would depend on timing."""
+        """Whether it got its share when the epoch began. Taking more from others would depend on timing."""
         return self._is_exact and owner in self._first_dealt.get((name, number), ())
 
     def _lease_shard(self, epoch: Epoch, owner: Identity) -> None:
-        """The next shard, or what is left of it."""
+        """Leases the next shard, or the rest of one."""
         if epoch.todo:
             number, self.state.next_lease = self.state.next_lease, self.state.next_lease + 1
             epoch.lease(number, owner, SHARD_POSITIONS - epoch.todo[0].start % SHARD_POSITIONS)
@@ -308,11 +313,11 @@ class Leasing:
         return (owner, name, number) in self._gone or (owner, name) in self._absent or owner in self._quarantined
 
     def _is_barred(self, owner: Identity, taking_part: Sequence[Identity]) -> bool:
-        """A quarantined worker gets nothing to read, while others are there who do."""
+        """Whether a quarantined worker gets no samples because other workers are there."""
         return owner in self._quarantined and any(one not in self._quarantined for one in taking_part)
 
     def quarantine(self, owner: Identity) -> list[tuple[str, int]]:
-        """Nothing that this worker pushes counts any more: of which epochs it is to give back what it has."""
+        """This worker's pushes no longer count. Returns the epochs from which it must give back."""
         if owner in self._quarantined:
             return []
         self._quarantined.add(owner)
@@ -320,7 +325,7 @@ class Leasing:
         return [(name, n) for name, n, epoch in known if epoch.of(owner) and self._recall([owner], name, n)]
 
     def widths(self, name: str, workers: Sequence[str]) -> dict[str, int]:
-        """Each worker's part of a global batch now."""
+        """Each worker's current share of a global batch."""
         loader = self.state.loaders[name]
         if loader.is_auto:
             return widths(loader.batch * (1 if loader.is_global else len(workers)), self._speeds_of(workers))
@@ -329,13 +334,13 @@ class Leasing:
         return dict.fromkeys(workers, loader.batch)
 
     def _pace(self, worker: str, workers: Sequence[str]) -> float:
-        """Samples that all read together while this one reads one of them."""
+        """Samples that all workers read while this one reads one."""
         known = all_known(self._speeds_of([*workers, worker]))
         return sum(known.values()) / known[worker]
 
     @staticmethod
     def _num_done_before(owner: Identity, epoch: Epoch, pace: float) -> int:
-        """About how many samples are done when this worker has read what it has and begins its next lease."""
+        """About how many samples are done when this worker begins its next lease."""
         num_done = epoch.num_samples - epoch.num_todo - sum(lease.num_left for lease in epoch.leases.values())
         return max(0, num_done) + round(pace * sum(lease.num_left for lease in epoch.of(owner)))
 
@@ -345,7 +350,7 @@ class Leasing:
     # -- giving back --------------------------------------------------------------------------------------
 
     def _whom_to_ask(self, owner: Identity, name: str, number: int, epoch: Epoch) -> tuple[Identity, ...]:
-        """The one who would be busy longest with what it has; nobody, when that is a batch or less."""
+        """The worker that would be busy longest; none if it has a batch or less."""
         left: dict[Identity, float] = {}
         for lease in epoch.leases.values():
             other = lease.owner if lease.is_told else owner
@@ -358,13 +363,14 @@ class Leasing:
         return self._recall([slowest], name, number)
 
     def _recall_for(self, owner: Identity, name: str, number: int, epoch: Epoch) -> tuple[Identity, ...]:
-        """Who must give back before a worker that joins gets its part: the others' parts become smaller by that, and
-        the global batch stays what it is."""
+        """The workers that must give back before a new worker gets its share: their shares shrink, and the global
+        batch stays the same.
+        """
         known = self._widths.get((name, number))
         is_new = known is not None and owner[0] not in known and not self._is_elsewhere(owner, name, number)
         if known is None or not is_new or not self.state.loaders[name].is_global:
             return ()
-        known[owner[0]] = 1  # it is one of them now; its part is cut when they have given back
+        known[owner[0]] = 1  # it counts now; its share is dealt when the others have given back
         holders = {lease.owner for lease in epoch.leases.values() if lease.owner != owner}
         return self._recall(sorted(holders), name, number)
 
@@ -375,7 +381,7 @@ class Leasing:
         return tuple(fresh)
 
     def not_recalled(self, owner: Identity, name: str, number: int) -> None:
-        """It could not be asked to give back, or its answer got lost: it is asked again when somebody needs it."""
+        """The recall failed or its answer was lost: it is repeated when needed."""
         self._recalled.get(owner, set()).discard((name, number))
 
     def _is_recalling(self, name: str, number: int) -> bool:
@@ -389,9 +395,10 @@ class Leasing:
         leases: Iterable[tuple[int, int]],
         newest: int | None = None,
     ) -> int:
-        """A worker reads none of these leases from these places on: samples that are to do again by it.
+        """A worker gives back these leases from these places on. Returns the samples that are to do again.
 
-        `newest`: the last lease it knew of; what is on its way to it is not given back."""
+        `newest`: the last lease it knew of; later ones are not given back.
+        """
         self._recalled.get(owner, set()).discard((name, number))
         epoch = self.epoch(name, number)
         if epoch is None:
@@ -409,14 +416,14 @@ class Leasing:
     def leave(
         self, owner: Identity, name: str, number: int, leases: Iterable[tuple[int, int]], newest: int | None = None
     ) -> int:
-        """A worker has left the loop over this epoch: it gives all back, and is dealt nothing more."""
+        """A worker has left the loop over this epoch: takes back everything and deals it no more."""
         self._gone.add((owner, name, number))
         if (epoch := self.epoch(name, number)) is not None:
             self._lost_on_the_way(epoch, owner, newest)
         return self.gave_back(owner, name, number, leases)
 
     def reclaim(self, name: str, number: int) -> int:
-        """What was dealt to workers that have not come to this epoch is to do again: somebody waits for it."""
+        """Takes back what was dealt to workers that have not opened this epoch, because another worker waits."""
         epoch = self.epoch(name, number)
         owners = {lease.owner for lease in epoch.leases.values() if not lease.is_told} if epoch else set()
         absent = [one for one in owners if (one, name, number) not in self._opened]
@@ -426,12 +433,12 @@ class Leasing:
         return sum(self.gave_back(one, name, number, []) for one in absent)
 
     def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
-        """Whom to have give back what they have not begun, since parts by speed are others by now, or members are."""
+        """Workers to recall from, since the shares by speed or the members have changed."""
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
         if epoch is None or known is None or not self._in_rounds or self._is_recalling(name, number):
             return ()
         names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
-        # Who has a lease and has not entered yet will, with its first commit.
+        # A worker with a lease that has not entered yet will enter with its first commit.
         names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
         wanted, is_auto = self.widths(name, names), self.state.loaders[name].is_auto
         if known.keys() == wanted.keys() and not (is_auto and worth_a_change(known, wanted, self._speeds_of(names))):
@@ -441,20 +448,20 @@ class Leasing:
 
     # -- what is said of leases ---------------------------------------------------------------------------
 
-    def used(self, uses: Iterable[tuple[int, int, int]]) -> int:
-        """Commits have used these places of leases: samples that are done by it."""
+    def used(self, acks: Iterable[tuple[int, int, int]]) -> int:
+        """Commits have used these ranges. Returns the newly done samples."""
         by_lease = {
             n: epoch for epochs in self.state.epochs.values() for epoch in epochs.values() for n in epoch.leases
         }
-        return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in uses if lease in by_lease)
+        return sum(by_lease[lease].used(lease, begin, end) for lease, begin, end in acks if lease in by_lease)
 
-    def late(self, uses: Iterable[tuple[int, int, int]]) -> int:
-        """Commits that count for nothing have used these: samples that are to do again by it.
+    def late(self, acks: Iterable[tuple[int, int, int]]) -> int:
+        """Late commits have used these ranges. Returns the samples that are to do again.
 
-        When the epoch is finished for all but what was read and held, nobody reads it any more: they are passed over.
+        If the epoch is finished except for held samples, they are skipped, since no worker reads it any more.
         """
         found = 0
-        for lease, begin, end in uses:
+        for lease, begin, end in acks:
             for name, epochs in self.state.epochs.items():
                 for number, epoch in epochs.items():
                     if lease in epoch.leases and self._has_finished(name, number):
@@ -464,7 +471,7 @@ class Leasing:
         return found
 
     def out(self, owner: Identity, *, failed: bool) -> int:
-        """A life of a worker is over, and all that counts of it is known: what it had is to do again."""
+        """A worker's incarnation is over and its commits are settled: takes back its leases."""
         self._recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
         self._absent = {one for one in self._absent if one[0] != owner}
@@ -475,13 +482,13 @@ class Leasing:
             for number, epoch in epochs.items():
                 back = epoch.out(owner, failed=failed)
                 if self._has_finished(name, number):
-                    epoch.give_up()  # it was read and held, and the others have gone on without waiting for it
+                    epoch.give_up()  # read and held, and the others went on without waiting
                 else:
                     found += back
         return found
 
     def measured(self, worker: str, samples: int, seconds: float) -> None:
-        """A worker has done so many samples in so much time of work."""
+        """A worker has done this many samples in this working time."""
         if samples > 0 and 0 < seconds < math.inf:
             speed, known = samples / seconds, self.speeds.get(worker, 0.0)
             self.speeds[worker] = known + _FRESH * (speed - known) if known else speed
@@ -491,7 +498,7 @@ class Leasing:
         return any(epoch.is_finished for epochs in self.state.epochs.values() for epoch in epochs.values())
 
     def forget_finished(self) -> list[tuple[str, int, Epoch]]:
-        """Epochs of which nothing is open any more; they are out of what is kept."""
+        """Removes and returns finished epochs."""
         found = []
         for name, epochs in self.state.epochs.items():
             for number in [n for n, epoch in epochs.items() if epoch.is_finished]:

@@ -1,8 +1,7 @@
-"""The ledger of an epoch: what of it is to do, what is leased to whom, what is done. Spans, never lists of samples.
+"""The ledger of an epoch: what is to do, leased and done. Spans, never lists of samples.
 
-`todo → leased → done`. Only what was committed is done, and only servers say so; what a worker gives back, or leaves
-behind when it dies, is to do again. The number of a lease is never used twice, so what is said of it late means it
-and nothing else.
+`todo → leased → done`. Only committed samples are done, and only servers report that. What a worker gives back, or
+leaves behind when it dies, is to do again. Lease numbers are never reused, so that late messages are unambiguous.
 """
 
 from __future__ import annotations
@@ -14,27 +13,27 @@ import msgspec
 from syncline.core.leasing.ranges import Places, Span, comb, count, joined, merged, without
 from syncline.core.slice_state import Identity
 
-#: So many different workers must fail at a batch before it is set aside.
+#: This many different workers must fail on a batch before it is quarantined.
 MOST_FAILURES = 3
 
 
-#: The owner of a lease that all workers have in common: in rounds they make every step together.
+#: The owner of a lease common to all workers: in rounds they make every step together.
 EVERYONE: Identity = ("", 0)
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """The right of one life of a worker to read a span, front to back; or that of all workers, together."""
+    """The right of one worker's incarnation, or of all workers together, to read a span in order."""
 
     number: int
     worker: str
     incarnation: int
     span: Span
-    end: int  # places from here on are others'
-    done: list[Places] = []  # in order, apart
+    end: int  # places from here on belong to others
+    done: list[Places] = []  # sorted, disjoint
     is_told: bool = False  # whether the worker knows of it
-    step: int = 0  # samples of one step of it: the worker's part of a global batch; 0: the loader's batch
-    origin: int = 0  # samples of the epoch that are done when its first step begins; of shards, its position
-    wide: int = 0  # and in every step of it, by all workers together
+    step: int = 0  # samples per step: the worker's share of a global batch; 0: the loader's batch
+    origin: int = 0  # samples of the epoch done before its first step; of shards, its position
+    wide: int = 0  # samples per step of all workers together
 
     @property
     def owner(self) -> Identity:
@@ -54,13 +53,13 @@ class Lease(msgspec.Struct, array_like=True):
         return self.done[0][1] if self.done and self.done[0][0] == 0 else 0
 
     def mark(self, begin: int, end: int) -> int:
-        """These places are done: how many of them were not before."""
+        """Marks these places as done. Returns how many were not before."""
         before = self.num_left
         self.done = merged([*self.done, (max(0, begin), min(end, self.end))])
         return before - self.num_left
 
     def rest(self, begin: int = 0) -> list[Span]:
-        """What is not done, from this place on."""
+        """The spans that are not done, from this place on."""
         found, at = [], begin
         for first, last in [*self.done, (self.end, self.end)]:
             found += self.span.cut(max(at, begin), first)
@@ -69,7 +68,7 @@ class Lease(msgspec.Struct, array_like=True):
 
 
 class SuspectBatch(msgspec.Struct, array_like=True):
-    """A batch at which workers failed."""
+    """A batch on which workers failed."""
 
     span: Span
     workers: list[str]
@@ -83,9 +82,9 @@ class Epoch(msgspec.Struct):
     todo: list[Span]
     leases: dict[int, Lease] = {}
     num_done: int = 0
-    num_passed_over: int = 0  # read, and in no step
+    num_passed_over: int = 0  # read without a step
     suspect_batches: list[SuspectBatch] = []
-    aside: list[SuspectBatch] = []
+    quarantined: list[SuspectBatch] = []
 
     @property
     def num_todo(self) -> int:
@@ -97,11 +96,11 @@ class Epoch(msgspec.Struct):
 
     @property
     def common(self) -> Lease | None:
-        """What all workers have in common, if they do; there is nothing else in such an epoch."""
+        """The common lease, if there is one; it is then the only one."""
         return next((lease for lease in self.leases.values() if lease.is_common), None)
 
     def share(self, number: int) -> None:
-        """All that is to do is everyone's: the last steps, however they were numbered before."""
+        """Leases everything to do to all workers in common, renumbered from the start."""
         left, self.todo = self.num_todo, []
         first = self.num_samples - left
         self._add(number, EVERYONE, Span(first, self.num_samples), 1, first, 1).is_told = True
@@ -114,7 +113,7 @@ class Epoch(msgspec.Struct):
     def lease(
         self, number: int, owner: Identity, most: int, step: int = 0, *, origin: int | None = None, wide: int = 0
     ) -> Lease | None:
-        """The next that is to do, at most so much, to be read in batches of `step`; a doubt is handed out alone."""
+        """Leases the next span, at most `most` samples, in batches of `step`. A suspect batch is leased alone."""
         if not self.todo:
             return None
         suspect_batch = next((one.span for one in self.suspect_batches if one.span in self.todo), None)
@@ -129,10 +128,10 @@ class Epoch(msgspec.Struct):
     def deal(
         self, first_number: int, parts: Sequence[tuple[Identity, int]], most_rounds: int, unit: int = 1
     ) -> list[Lease]:
-        """The next global batches, dealt out: of each, every worker gets as many samples as its part says.
+        """Deals the next global batches: of each, every worker gets its share.
 
-        What is too little for a global batch is cut by the same parts, in multiples of `unit` where it is one; of odd
-        pieces that others have left every worker gets one, so that rounds are as wide as they can be.
+        A remainder smaller than a global batch is split by the same shares, in multiples of `unit` if possible. Of
+        odd pieces every worker gets one, so that rounds are as wide as possible.
         """
         if not self.todo:
             return []
@@ -180,7 +179,7 @@ class Epoch(msgspec.Struct):
     # -- what becomes of it -------------------------------------------------------------------------------
 
     def used(self, number: int, begin: int, end: int) -> int:
-        """A commit has used these places: samples that are done by it, and were not."""
+        """A commit has used these places. Returns the newly done samples."""
         lease = self.leases.get(number)
         if lease is None:
             return 0
@@ -191,21 +190,21 @@ class Epoch(msgspec.Struct):
         return fresh
 
     def pass_over(self, number: int, begin: int, end: int) -> int:
-        """A worker has read these places, and made no step with them: they count as read."""
+        """A worker has read these places without a step: they count as read."""
         fresh = self.used(number, begin, end)
         self.num_done -= fresh
         self.num_passed_over += fresh
         return fresh
 
     def give_up(self) -> None:
-        """Nobody reads what is to do any more: it is passed over."""
+        """What is left to do is skipped: no worker reads this epoch any more."""
         self.num_passed_over += self.num_todo
         self.todo = []
 
     def late(self, number: int, begin: int, end: int) -> int:
-        """A commit with these places was late: nothing of it counts, they are to do again. How many that are."""
+        """A late commit had these places: they are to do again. Returns their number."""
         lease = self.leases.get(number)
-        if lease is None or lease.is_common:  # the others of that round have made the step
+        if lease is None or lease.is_common:  # the other workers of that round have made the step
             return 0
         places = [(max(0, begin), min(end, lease.end))]
         for done in lease.done:
@@ -218,7 +217,7 @@ class Epoch(msgspec.Struct):
         return count(back)
 
     def give_back(self, number: int, begin: int) -> int:
-        """The worker reads none of this lease from this place on: it is to do again."""
+        """The worker gives back this lease from this place on."""
         lease = self.leases.get(number)
         if lease is None:
             return 0
@@ -231,9 +230,9 @@ class Epoch(msgspec.Struct):
         return count(back)
 
     def out(self, owner: Identity, *, failed: bool) -> int:
-        """A life of a worker is over, and all that counts of it is marked: the rest is to do again.
+        """A worker's incarnation is over and its commits are settled: takes back its leases.
 
-        `failed`: it died at the batch that comes next in its oldest lease, which is in doubt by that.
+        `failed`: it died on the next batch of its oldest lease, which becomes suspect.
         """
         mine = sorted((lease for lease in self.of(owner)), key=lambda lease: lease.number)
         back: list[Span] = []
@@ -253,7 +252,7 @@ class Epoch(msgspec.Struct):
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
     def _doubt(self, worker: str, rest: list[Span], step: int) -> list[Span]:
-        """The next batch is in doubt: it is kept apart, and set aside when too many have failed at it."""
+        """Records a failure on the next batch. It becomes suspect, and is quarantined after too many failures."""
         head, *others = rest
         batch = head if any(one.span == head for one in self.suspect_batches) else head.cut(0, step)[0]
         others = head.cut(len(batch), len(head)) + others
@@ -265,11 +264,11 @@ class Epoch(msgspec.Struct):
         if len(known.workers) < MOST_FAILURES:
             return [batch, *others]
         self.suspect_batches.remove(known)
-        self.aside.append(known)
+        self.quarantined.append(known)
         return others
 
     def shorten(self, position: int, stop: int) -> None:
-        """A shard has ended at this position: what was kept free for it up to `stop` is nothing."""
+        """A shard ended at this position: frees the positions reserved for it up to `stop`."""
         for lease in list(self.leases.values()):
             if lease.span.start < stop and lease.span.stop > position:
                 lease.span = Span(lease.span.start, max(lease.span.start, position))

@@ -6,9 +6,9 @@ import msgspec
 
 from syncline.errors import ConfigError
 
-#: Names of loaders that begin so are read for a validation, also when training has stopped.
+#: Loaders with this prefix are for validation, which also runs after training has stopped.
 VALIDATES = "validate:"
-#: What is more than this is no number of samples.
+#: Upper limits of plausible numbers.
 MOST_SAMPLES, MOST_SHARDS = 1 << 62, 1 << 20
 
 
@@ -18,13 +18,13 @@ class Loader(msgspec.Struct, frozen=True, array_like=True):
     num_samples: int
     batch: int
     drop_last: bool = False
-    is_auto: bool = False  # parts of a global batch follow the workers' speeds
-    num_shards: int = 0  # instead of samples: how many there are in each shows when it is read
-    is_global: bool = False  # `batch` is the global batch, of which each worker reads a part
-    is_steps: bool = False  # `job.steps`: what is leased are steps of the job
+    is_auto: bool = False  # shares of a global batch follow the workers' speeds
+    num_shards: int = 0  # instead of samples; each shard's length is known after reading it
+    is_global: bool = False  # `batch` is the global batch
+    is_steps: bool = False  # `job.steps`: steps of the job are leased
 
     def check(self) -> None:
-        """Of numbers that make no sense the coordinator must not begin to count."""
+        """Refuses implausible numbers."""
         if not (1 <= self.batch <= MOST_SAMPLES and 0 <= self.num_samples <= MOST_SAMPLES):
             raise ConfigError(f"a loader over {self.num_samples} samples in batches of {self.batch}")
         if not 0 <= self.num_shards <= MOST_SHARDS:

@@ -1,4 +1,4 @@
-"""How far a job is in the epochs of its loaders, and who has read how much of them."""
+"""Progress of a job in the epochs of its loaders, and each worker's share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from syncline.stats import EpochProgress
 
 
 def progress(state: LeaseState) -> list[EpochProgress]:
-    """The epochs that are under way."""
+    """The epochs in progress."""
     found = []
     for name, epochs in state.epochs.items():
         for number, epoch in sorted(epochs.items()):
@@ -24,7 +24,7 @@ def progress(state: LeaseState) -> list[EpochProgress]:
                     num_samples=epoch.num_samples,
                     num_done=epoch.num_done,
                     num_passed_over=epoch.num_passed_over,
-                    num_aside=count(suspect_batch.span for suspect_batch in epoch.aside),
+                    num_quarantined=count(suspect_batch.span for suspect_batch in epoch.quarantined),
                     leased=leased,
                     is_steps=name in state.loaders and state.loaders[name].is_steps,
                 )
@@ -33,6 +33,6 @@ def progress(state: LeaseState) -> list[EpochProgress]:
 
 
 def shares(samples: Mapping[str, int]) -> dict[str, float]:
-    """Each worker's part of all samples that were read, where any were."""
+    """Each worker's share of all samples read."""
     whole = sum(samples.values())
     return {name: number / whole for name, number in samples.items()} if whole else {}

@@ -1,7 +1,7 @@
-"""The desk: which workers ask for leases, what they are answered, and what of the used is not kept yet.
+"""The lease queue: open lease requests, their answers, and acks that are not journaled yet.
 
-Pure: whatever is decided here is in the job's state, which the owner keeps on disk before anybody hears of a lease,
-and before servers may forget what was used. The deterministic simulator runs the same code.
+Pure: every decision is in the job's state. Its owner journals the state before a lease is sent, and before servers
+drop acks. The deterministic simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from syncline.core.leasing.ranges import Span, joined
 from syncline.core.membership import Membership
 from syncline.core.policy import policy_of
 from syncline.core.slice_state import Identity
-from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch, OpenEpoch, Recall, Use
+from syncline.core.wire.leases import AskLease, GivenLease, LeaseAck, LeaveEpoch, OpenEpoch, Recall
 
 R = TypeVar("R")
 _NOTHING = Span(0, 0)
-#: So many ranges of what was lost are named.
+#: How many lost ranges are named.
 MOST_SPANS = 8
 
 
 class Asked(NamedTuple, Generic[R]):
-    """A worker's question that is not answered yet; `request`: how its owner answers it."""
+    """An unanswered request; `request`: how to answer it."""
 
     owner: Identity
     message: AskLease
@@ -40,12 +40,12 @@ class LeaseQueue(Generic[R]):
         self._membership = membership
         self._leasing: Leasing | None = None  # once the policy is known
         self.asking: dict[str, Asked[R]] = {}
-        self._used: set[Use] = set()  # known here, not kept yet
-        self._late: set[Use] = set()  # likewise, of commits that were late
+        self._used: set[LeaseAck] = set()  # known, not journaled yet
+        self._late: set[LeaseAck] = set()  # likewise, of late commits
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody has ever come here."""
+        """Whether any worker has opened an epoch."""
         return self._leasing is not None
 
     @property
@@ -64,9 +64,9 @@ class LeaseQueue(Generic[R]):
     # -- what workers say ---------------------------------------------------------------------------------
 
     def seed(self, worker: str, message: OpenEpoch) -> int | None:
-        """The seed of this loader's order, where the worker gave one; None: that of the chief is still to come.
+        """The seed of this loader's order; None while the chief's is still to come.
 
-        All workers must read one order, and scripts seed by rank: the chief's seed counts, while there is a chief.
+        All workers must use one order, and scripts may seed by rank: the chief's seed counts, while there is a chief.
         """
         assert message.seed is not None
         finishing = self._membership.finishing
@@ -74,7 +74,7 @@ class LeaseQueue(Generic[R]):
         return self.leasing.seed(message.loader, message.seed, counts=message.insists or worker == chief)
 
     def ask(self, owner: Identity, message: AskLease, request: R, now: float) -> None:
-        """In the order in which the worker says it: nothing comes here over a connection that was replaced."""
+        """Queues a request. Requests of replaced connections do not arrive here."""
         self.leasing.measured(owner[0], message.samples, message.seconds)
         self.asking[owner[0]] = Asked(owner, message, now, request)
 
@@ -90,9 +90,9 @@ class LeaseQueue(Generic[R]):
     # -- answering ----------------------------------------------------------------------------------------
 
     def answers(self) -> tuple[list[tuple[Asked[R], GivenLease]], list[tuple[Identity, Recall]]]:
-        """Whom to answer what, as far as there is something to say; and whom to have give back.
+        """The requests that can be answered, and the workers to recall from.
 
-        Leases are kept before they are told.
+        Leases are journaled before they are sent.
         """
         answers, recalls = [], []
         for name, asked in list(self.asking.items()):
@@ -104,12 +104,12 @@ class LeaseQueue(Generic[R]):
         return answers, recalls
 
     def is_over(self, loader: str) -> bool:
-        """Training has stopped by a rule: nothing is handed out any more, but for validation."""
+        """Whether a rule has stopped training: nothing is leased any more, except for validation."""
         return self._membership.state.steering.stop is not None and not loader.startswith(VALIDATES)
 
     def _decide(self, owner: Identity, message: AskLease) -> tuple[GivenLease | None, list[tuple[Identity, Recall]]]:
         if self.is_over(message.loader):
-            return GivenLease(0, _NOTHING), []  # it hears of the stop before this
+            return GivenLease(0, _NOTHING), []  # it learns of the stop earlier
         answer = self.leasing.ask(
             owner, message.loader, message.epoch, self.taking_part(), message.held,
             is_idle=not message.left, newest=message.newest, given=message.given, is_late=self._came_late(owner),
@@ -128,12 +128,12 @@ class LeaseQueue(Generic[R]):
         return None, recalls
 
     def _came_late(self, owner: Identity) -> bool:
-        """Whether the job had begun before this worker joined."""
+        """Whether this worker joined a running job."""
         member = self._membership.state.members.get(owner[0])
         return member is not None and member.since > 1
 
     def not_kept(self, answers: Iterable[tuple[Asked[R], GivenLease]]) -> None:
-        """Nobody has heard of these: they are given when they could be kept."""
+        """These answers were not sent: they are given once they can be journaled."""
         for asked, given in answers:
             self.asking.setdefault(asked.owner[0], asked)
             epoch = self.leasing.epoch(asked.message.loader, asked.message.epoch)
@@ -143,7 +143,7 @@ class LeaseQueue(Generic[R]):
     # -- now and then -------------------------------------------------------------------------------------
 
     def recut(self) -> list[tuple[Identity, Recall]]:
-        """Whom to have give back, since parts are to be cut again."""
+        """Workers to recall from, because shares must be dealt again."""
         taking_part = self.taking_part()
         return [
             (owner, Recall(name, number))
@@ -153,7 +153,9 @@ class LeaseQueue(Generic[R]):
         ]
 
     def reclaim(self, now: float, after_seconds: float) -> list[tuple[AskLease, int]]:
-        """What was dealt to workers that do not come goes to whoever has waited for so long: samples by epoch."""
+        """Reassigns what was dealt to absent workers to those that have waited this long. Returns samples by
+        epoch.
+        """
         waiting = [one.message for one in self.asking.values() if now - one.since > after_seconds]
         counts = [(m, self.leasing.reclaim(m.loader, m.epoch)) for m in waiting if m.waits]
         return [(message, count) for message, count in counts if count]
@@ -164,36 +166,36 @@ class LeaseQueue(Generic[R]):
 
     # -- what was used ------------------------------------------------------------------------------------
 
-    def use(self, uses: Iterable[Use], late: Iterable[Use] = ()) -> None:
-        """By the word of slice 0's server."""
-        self._used.update(fresh := list(uses))
+    def use(self, acks: Iterable[LeaseAck], late: Iterable[LeaseAck] = ()) -> None:
+        """Takes acks reported by the server of slice 0."""
+        self._used.update(fresh := list(acks))
         self.leasing.used(fresh)
         self._late.update(back := list(late))
         self.leasing.late(back)
 
     @property
     def has_news(self) -> bool:
-        """Whether something is to be kept, and confirmed to servers."""
+        """Whether there are acks to journal and confirm."""
         return bool(self._used or self._late or self.leasing.is_any_through)
 
-    def take_news(self) -> tuple[list[Use], list[Use], list[tuple[str, int, Epoch]]]:
-        """What is to be kept now, and confirmed when it is: used, late; and the epochs that are over by it."""
+    def take_news(self) -> tuple[list[LeaseAck], list[LeaseAck], list[tuple[str, int, Epoch]]]:
+        """The acks to journal and then confirm: used and late ranges, and the epochs finished by them."""
         used, self._used = sorted(self._used), set()
         late, self._late = sorted(self._late), set()
         return used, late, self.leasing.forget_finished()
 
-    def put_back_news(self, used: Iterable[Use], late: Iterable[Use]) -> None:
-        """It could not be kept."""
+    def put_back_news(self, used: Iterable[LeaseAck], late: Iterable[LeaseAck]) -> None:
+        """Journaling failed: queues the acks again."""
         self._used.update(used)
         self._late.update(late)
 
     # -- uses that were lost ------------------------------------------------------------------------------
 
-    def uses_are_lost(self) -> str:
-        """Slice 0 came back from a worker's copy, without what was used: the workers that live are to say it. Among
-        what it is, in words.
+    def acks_are_lost(self) -> str:
+        """Slice 0 was restored from a worker's copy without its acks: live workers must report them. Returns the
+        affected ranges in words.
 
-        To be kept together with the slice's return.
+        Journal this together with the restored slice.
         """
         leases = self._membership.state.leases
         if leases.epochs:
@@ -209,21 +211,21 @@ class LeaseQueue(Generic[R]):
         return "; ".join(found)
 
     def unheard(self) -> list[Identity]:
-        """Of which workers that is still to be heard."""
+        """Workers that must still report their acks."""
         state = self._membership.state
         lives = {(name, member.incarnation) for name, member in state.members.items()}
         return [life for life in state.leases.unheard.items() if life in lives]
 
-    def heard(self, owner: Identity, uses: Iterable[Use], late: Iterable[Use], *, is_all: bool) -> None:
-        """A worker has said what it has used; else, what it will have used is asked for again."""
-        self.use(uses, late)
+    def heard(self, owner: Identity, acks: Iterable[LeaseAck], late: Iterable[LeaseAck], *, is_all: bool) -> None:
+        """A worker has reported its acks. Not `is_all`: it will be asked again."""
+        self.use(acks, late)
         if is_all and self._membership.state.leases.unheard.get(owner[0]) == owner[1]:
             del self._membership.state.leases.unheard[owner[0]]
 
     # -- the dead -----------------------------------------------------------------------------------------
 
     def gone(self) -> dict[Identity, bool]:
-        """Who has leases and is a member no more, and fenced everywhere; whether it died."""
+        """Owners of leases that are no longer members and are fenced everywhere; True: it died."""
         state = self._membership.state
         found = {}
         for epochs in state.leases.epochs.values():
@@ -238,15 +240,15 @@ class LeaseQueue(Generic[R]):
         return found
 
     def out(self, gone: dict[Identity, bool], waiting: Collection[Identity]) -> None:
-        """What of the dead counts is known, by the word of slice 0's server: the rest is to do again.
+        """The commits of dead workers are settled by the server of slice 0: takes back the rest of their leases.
 
-        But not of those of which something is `waiting` there: it is applied with its round, or dropped when
-        primaries change before that; which of both is not known yet.
+        Not for workers with commits `waiting` there: these may still be applied with their round, or dropped by a
+        change of primaries.
         """
         for owner, failed in gone.items():
             if owner in waiting:
                 continue
             asked = self.asking.get(owner[0])
-            if asked is not None and asked.owner == owner:  # a later life of it may ask already
+            if asked is not None and asked.owner == owner:  # a later life of it may have asked already
                 del self.asking[owner[0]]
             self.leasing.out(owner, failed=failed)

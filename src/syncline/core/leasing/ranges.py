@@ -12,7 +12,7 @@ Places = tuple[int, int]
 
 
 def merged(places: Iterable[Places]) -> list[Places]:
-    """The same places in order, what touches together."""
+    """Sorted and merged ranges."""
     found: list[Places] = []
     for begin, end in sorted(places):
         if begin >= end:
@@ -25,7 +25,7 @@ def merged(places: Iterable[Places]) -> list[Places]:
 
 
 def without(places: Iterable[Places], gone: Places) -> list[Places]:
-    """What is left of these places."""
+    """These ranges without another."""
     found = []
     for begin, end in places:
         found += [(begin, min(end, gone[0])), (max(begin, gone[1]), end)]
@@ -33,7 +33,9 @@ def without(places: Iterable[Places], gone: Places) -> list[Places]:
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Positions start … stop−1; with a period, the first `width` of every `period` of them. Teeth are whole."""
+    """Positions start … stop−1; with a period, the first `width` positions (a tooth) of every `period`. Teeth are
+    complete.
+    """
 
     start: int
     stop: int
@@ -56,14 +58,14 @@ class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
         return self.num_teeth * self.width if self.period else self.stop - self.start
 
     def positions(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-        """The positions from the begin-th on, before the end-th."""
+        """The positions from the begin-th to before the end-th."""
         count = np.arange(begin, len(self) if end is None else end, dtype=np.int64)
         if not self.period:
             return self.start + count
         return self.start + count // self.width * self.period + count % self.width
 
     def cut(self, begin: int, end: int) -> list[Span]:
-        """The same positions as spans: at most a piece of a tooth, whole teeth, a piece of a tooth."""
+        """A range of the positions, as spans: part of a tooth, whole teeth, part of a tooth."""
         begin, end = max(0, begin), min(end, len(self))
         if begin >= end:
             return []
@@ -93,7 +95,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def comb(start: int, num_teeth: int, period: int, width: int) -> Span:
-    """So many teeth; one tooth, or teeth that touch, are a plain range."""
+    """A span of this many teeth; one tooth, or adjacent teeth, become a plain range."""
     stop = start + (num_teeth - 1) * period + width
     if num_teeth == 1 or width == period:
         return Span(start, stop)
@@ -105,7 +107,7 @@ def count(spans: Iterable[Span]) -> int:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same positions in few spans, in their order: what touches grows together. None of them overlap."""
+    """The same positions in few spans, in order: adjacent spans are merged. Spans must not overlap."""
     waiting = sorted(spans)
     done: list[Span] = []
     while waiting:
@@ -114,7 +116,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
             both = _together(one, other)
             if both is not None:
                 del waiting[k]
-                waiting = sorted([*both, *waiting, *done])  # they may touch what touched nothing before
+                waiting = sorted([*both, *waiting, *done])  # they may touch earlier ones now
                 done = []
                 break
         else:
@@ -124,7 +126,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _together(one: Span, other: Span) -> list[Span] | None:
-    """Both in other pieces, where teeth of one follow right behind teeth of the other; a range is one tooth."""
+    """Merges two spans whose teeth adjoin; None if they do not. A range is one tooth."""
     if not one.period and not other.period:
         return [Span(one.start, other.stop)] if one.stop == other.start else None
     period = one.period or other.period

@@ -1,4 +1,4 @@
-"""Shares: who gets how much of the work, by measured speed. Pure arithmetic; each decision says why."""
+"""Shares: how much work each worker gets, by measured speed. Pure arithmetic; each decision has a reason."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import heapq
 import math
 from collections.abc import Mapping
 
-#: A lease lasts this long at most, and whoever has less than this left asks for the next.
+#: The longest lease; a worker with less than this left requests the next.
 LEASE_SECONDS = 60.0
-#: Batches of a first lease, when nobody knows yet how fast a worker is.
+#: Batches of a first lease, before a worker's speed is known.
 FIRST_BATCHES = 4
-#: Widths are changed when a round would take this much less of its time by it.
+#: Shares change when a round would become this much faster.
 WORTH_A_CHANGE = 0.1
 
 
 def widths(total: int, speeds: Mapping[str, float]) -> dict[str, int]:
-    """A global batch cut by speed: whole samples that add up to it, at least one each where there are enough.
+    """Splits a global batch by speed: whole samples, at least one per worker if possible.
 
-    Of all cuts one whose slowest part is through first: what is left over by rounding down goes, sample by sample, to
-    whoever is through with it soonest. Speeds that nobody knows (0) count as the mean of the known ones.
+    It minimizes the time of the slowest share: samples left over by rounding go, one by one, to the worker that
+    finishes first. Unknown speeds (0) count as the mean of the known ones.
     """
     known = all_known(speeds)
     whole, least = sum(known.values()), 1 if total >= len(known) else 0
@@ -35,20 +35,20 @@ def widths(total: int, speeds: Mapping[str, float]) -> dict[str, int]:
 
 
 def equal_parts(total: int, num_workers: int) -> list[int]:
-    """A global batch in parts that differ by at most one sample, the larger ones first."""
+    """Splits a global batch into shares that differ by at most one sample, larger ones first."""
     least, num_larger = divmod(total, max(1, num_workers))
     return [least + (rank < num_larger) for rank in range(num_workers)]
 
 
 def all_known(speeds: Mapping[str, float]) -> dict[str, float]:
-    """With the mean of the known ones in the place of those that nobody knows (0)."""
+    """Replaces unknown speeds (0) by the mean of the known ones."""
     known = [speed for speed in speeds.values() if speed > 0]
     mean = sum(known) / len(known) if known else 1.0
     return {name: speed if speed > 0 else mean for name, speed in speeds.items()}
 
 
 def worth_a_change(now: Mapping[str, int], wanted: Mapping[str, int], speeds: Mapping[str, float]) -> bool:
-    """Whether a round with the widths in use takes so much longer, by the speeds, than with those that are wanted."""
+    """Whether the wanted shares would make a round enough faster than the current ones."""
     if now.keys() != wanted.keys():
         return True
     known = all_known(speeds)
@@ -57,10 +57,10 @@ def worth_a_change(now: Mapping[str, int], wanted: Mapping[str, int], speeds: Ma
 
 
 def lease_samples(batch: int, num_left: int, speed: float, all_speeds: float, num_workers: int) -> int:
-    """How much a worker that is free takes next, in whole batches.
+    """The size of a free worker's next lease, in whole batches.
 
-    At most a minute's work, and at most half of what would be its own if all went on as they do now: the closer the
-    end, the smaller the leases, so that all come to it together.
+    At most a minute's work, and at most half of its fair part of the rest: leases shrink towards the end, so that all
+    workers finish together.
     """
     if speed <= 0:
         return min(FIRST_BATCHES, max(1, num_left // (2 * max(1, num_workers) * batch))) * batch
@@ -69,7 +69,7 @@ def lease_samples(batch: int, num_left: int, speed: float, all_speeds: float, nu
 
 
 def deal_rounds(period: int, speed: float) -> int:
-    """Global batches that are dealt out at once: a minute's, as far as the speed of all together is known."""
+    """Global batches to deal at once: a minute's work, if the total speed is known."""
     if speed <= 0:
         return 2 * FIRST_BATCHES
     return max(2 * FIRST_BATCHES, math.ceil(LEASE_SECONDS * speed / period))

@@ -1,9 +1,9 @@
-"""What is said about saves: the cut through a job that goes on, what everybody writes, and taking it up again."""
+"""Messages about saves: the snapshot of a running job, writing it, and resuming from it."""
 
 from __future__ import annotations
 
 from syncline.core.checkpoint.manifest import SavedFile, SavedScript, SavedSlice
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 
 #: A worker's life and clock: name, incarnation, commits.
@@ -11,38 +11,41 @@ Clock = tuple[str, int, int]
 
 
 class Save(Message, frozen=True):
-    """A save is wanted, by a script or by the launcher; answered with `Saved` when it is a checkpoint."""
+    """A script or the launcher requests a save; answered with `Saved`."""
 
     reason: str = ""
 
 
 class Saved(Message, frozen=True):
-    """A checkpoint exists. Without a name: it is made soon, at the next boundaries; who asked is to go on, since
-    others wait for its step."""
+    """A checkpoint exists. Without a name, it is made soon, at the next boundaries; the caller must go on, since
+    others wait for its step.
+    """
 
     name: str
     step: int
 
 
 class Expect(Message, frozen=True):
-    """To a worker: a save is coming. From now on it notes its script's state at every boundary; answered with `Noted`
-    when it has done so for the first time."""
+    """To a worker: a save is coming. It notes its script's state at every boundary from now on; answered with
+    `Noted` after the first note.
+    """
 
     number: int
 
 
 class Noted(Message, frozen=True):
-    """The clock of the worker's newest boundary, and how many commits lie between two: a cut among them would have a
-    part of a batch. 0: it has seen no two yet."""
+    """The clock of the worker's newest boundary, and the commits between two boundaries (0: unknown). A snapshot
+    between boundaries would split a batch.
+    """
 
     clock: int
     num_commits: int = 1
 
 
 class WriteScript(Message, frozen=True):
-    """To a worker: its script's state as it was noted at the boundary after this commit goes to this file.
+    """To a worker: write the script's state noted at the boundary after this commit.
 
-    Answered with `WrittenScript` when it is there; when that boundary is still to come, after it.
+    Answered with `WrittenScript` when it is written; if that boundary is still to come, after it.
     """
 
     number: int
@@ -52,24 +55,26 @@ class WriteScript(Message, frozen=True):
 
 
 class WrittenScript(Message, frozen=True):
-    """It is on disk. `clock`: of the boundary where it was noted; beyond the script's, a batch is only partly in."""
+    """The script state is on disk. `clock`: of the boundary where it was noted; if it is beyond the requested one,
+    a batch is only partly included.
+    """
 
     script: SavedScript
     clock: int = 0
 
 
 class EndSave(Message, frozen=True):
-    """To workers and servers: this save is over; what was noted or marked for it is let go. Not answered."""
+    """To workers and servers: this save is over; notes and marks for it are dropped. Not answered."""
 
     number: int
 
 
 class CloseSnapshotBarrier(Message, frozen=True):
-    """To a server: nothing begins to count from now on, but commits up to `through`, and what those need.
+    """To a server: hold all commits except those up to `through` and what they need.
 
-    Answered with `SnapshotBarrierClosed` when all that has begun here is applied, and all of `through` is in. The
-    gate opens by
-    itself after a deadline; a higher number, or a higher `turn` of the same one, takes the place of the one before.
+    Answered with `SnapshotBarrierClosed` when everything started here is applied and all of `through` is in. The
+    barrier opens by itself after a deadline. A higher number, or a higher `turn` of the same number, replaces the
+    earlier request.
     """
 
     number: int
@@ -78,43 +83,43 @@ class CloseSnapshotBarrier(Message, frozen=True):
 
 
 class SnapshotBarrierClosed(Message, frozen=True):
-    """What is in this server's slices, which stand still: of every worker that takes part the clock.
+    """The clocks of all participating workers on this server's slices, which are idle.
 
-    `behind`: whose last commits are on some of its slices only, with the clock that all have: primaries have changed,
-    and they are to be made again. `registered`: how many segments workers had with their last commit;
-    `first_segment`: the first of which anything is here; what those who had less have committed is not for here.
-    `uses`, `late`: of slice 0, where it is here, what was not confirmed yet.
+    `behind`: workers whose last commits are on some slices only, with the clock that all have: primaries have
+    changed, and these commits will be replayed. `registered`: the segments that workers had at their last commit.
+    `first_segment`: the first segment with slices here; commits of workers with fewer segments are not for this
+    server. `acks`, `late`: unconfirmed lease ranges, if slice 0 is here.
     """
 
     clocks: list[Clock]
-    uses: list[Use] = []
-    late: list[Use] = []
+    acks: list[LeaseAck] = []
+    late: list[LeaseAck] = []
     num_updates: int = 0
     has_slices: bool = True
     behind: list[Clock] = []
     registered: list[tuple[str, int, int]] = []
     first_segment: int = 0
-    versions: int = 0  # of all its slices together
+    versions: int = 0  # the sum over its slices
 
 
 class Mark(Message, frozen=True):
-    """To a server whose gate is closed by this number: its slices are marked as they are, and the gate opens.
+    """To a server whose barrier is closed by this number: mark the slices and open the barrier.
 
-    Refused when the gate has opened meanwhile. Answered with `Done`; what is marked is kept until it is written, or
-    until `EndSave`, or until a save of a higher number.
+    Refused if the barrier has opened meanwhile. Answered with `Done`. Marks are kept until they are written, until
+    `EndSave`, or until a save of a higher number.
     """
 
     number: int
 
 
 class OpenSnapshotBarrier(Message, frozen=True):
-    """To a server: this cut is not to be. Not answered."""
+    """To a server: the snapshot attempt was given up. Not answered."""
 
     number: int
 
 
 class WriteMarked(Message, frozen=True):
-    """To a server: what was marked goes to this file; answered with `WrittenMarked` when it is there."""
+    """To a server: write the marked slices to this file; answered with `WrittenMarked`."""
 
     number: int
     folder: str
@@ -122,21 +127,20 @@ class WriteMarked(Message, frozen=True):
 
 
 class WrittenMarked(Message, frozen=True):
-    """It is on disk."""
+    """The marked slices are on disk."""
 
     file: SavedFile
     slices: list[SavedSlice]
-    num_copied: int = 0  # bytes that were copied since somebody wrote to a marked slice first
+    num_copied: int = 0  # bytes copied because an update changed a marked slice before it was written
     num_waited: int = 0  # updates that waited for memory
 
 
 class Resume(Message, frozen=True):
-    """To a server: these slices, which it hosts, get what the checkpoint in this folder has for them.
+    """To a server: load these slices from the checkpoint in this folder.
 
-    `digest`: of its manifest. `clocks`: with the clocks in it (a lost slice of a job that goes on); else without:
-    it is another job's, or an earlier run's. `fresh`: groups, by (segment, group), whose rules' state starts afresh.
-    `known`: with clocks, for each slice the highest version that was acknowledged to anybody; no version is less.
-    Answered with `Done`.
+    `digest`: of its manifest. `clocks`: keep the saved clocks (a lost slice of a running job); otherwise drop them
+    (another job, or an earlier run). `fresh`: groups, by (segment, group), whose rule state starts afresh. `known`:
+    with clocks, the highest acknowledged version of each slice; no version may be less. Answered with `Done`.
     """
 
     folder: str
@@ -148,14 +152,15 @@ class Resume(Message, frozen=True):
 
 
 class AskResume(Message, frozen=True):
-    """A worker asks which checkpoint the job took up. `others_first`: it has left out what the others have done, and
-    wants their note rather than its own."""
+    """A worker asks which checkpoint the job resumed from. `others_first`: it skipped steps of others and prefers
+    their note to its own.
+    """
 
     others_first: bool = False
 
 
 class NoteScript(Message, frozen=True):
-    """From a worker, not answered: its script's state behind this commit, for a later life of it, or for others."""
+    """From a worker, not answered: its script's state after this commit, for its later life or for others."""
 
     clock: int
     tree: bytes
@@ -163,16 +168,16 @@ class NoteScript(Message, frozen=True):
 
 
 class GivenResume(Message, frozen=True):
-    """The folder of the checkpoint that the job took up, and the digest of its manifest; empty: none.
+    """The folder and manifest digest of the checkpoint that the job resumed from; empty: none.
 
-    To a worker that joined a running job: what a worker has noted last, and the newest checkpoint for all else.
+    To a worker that joined a running job: the last note of a worker, and the newest checkpoint for everything else.
     """
 
     folder: str = ""
     digest: str = ""
     note: NoteScript | None = None
-    noted_by: str = ""  # the worker whose note it is
+    noted_by: str = ""  # the worker that took the note
 
 
 class Finish(Message, frozen=True):
-    """A worker's script has come to its end, and it is in no rounds any more: answered when the last save is made."""
+    """A worker's script has ended, and it takes part in no more rounds. Answered after the last save."""

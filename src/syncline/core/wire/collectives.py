@@ -1,36 +1,36 @@
-"""What workers say to each other: collectives, and what goes from one to one."""
+"""Messages between workers: collectives and point-to-point transfers."""
 
 from __future__ import annotations
 
 from syncline.core.wire.message import Message
 
 Shape = tuple[int, ...]
-#: In `Describe.failures`: this member began its script after the sender had made its first call.
+#: In `Describe.failures`: this member started its script after the sender's first call.
 STRANGER = -1
 
 
 class Describe(Message, frozen=True):
-    """A worker has called a collective: all of what the others must have called too. Small data comes with it."""
+    """A worker has called a collective; the other members must have called the same. Contains small data."""
 
-    group: tuple[int, ...]  # the incarnations of its members, in the order of their ranks
-    number: int  # of the group's collectives
+    group: tuple[int, ...]  # incarnations of its members, by rank
+    number: int  # index among the group's collectives
     verb: str
     dtype: str = ""  # "": this rank gives nothing
     shape: Shape = ()
-    parts: tuple[Shape, ...] = ()  # the shapes of the pieces, where it gives one to each rank
+    parts: tuple[Shape, ...] = ()  # shapes of the pieces, if there is one per rank
     op: str = ""
     root: int = 0  # an incarnation
-    generation: int = 0  # of the roster that the group was made of; 0: a group that was chosen
+    generation: int = 0  # of the roster that the group was made from; 0: an explicitly chosen group
     host: int = 0  # the first member of the group that shares memory with this one
-    sharing: int = 1  # how many do, this one included
-    memory: int = 0  # where its data lie, in memory that it has shared; 0: they do not
+    sharing: int = 1  # number of members that do, including this one
+    memory: int = 0  # where the data lies in shared memory; 0: not shared
     offset: int = 0
-    waits: bool = True  # its script waits for it
+    waits: bool = True  # whether the script waits
     of_torch: bool = False
-    into: tuple[str, Shape] | None = None  # dtype and shape of the place that it has for the result
-    attempt: int = 0  # how often this worker and the others have restarted together
-    failures: tuple[int, ...] = ()  # for each member: calls with it that failed here, or STRANGER; (): none
-    num_calls: int = 0  # that this worker has made in this attempt; only set where a member is a STRANGER
+    into: tuple[str, Shape] | None = None  # dtype and shape of the output buffer
+    attempt: int = 0  # how often the workers have restarted together
+    failures: tuple[int, ...] = ()  # for each member: failed calls with it, or STRANGER; (): none
+    num_calls: int = 0  # calls of this worker in this attempt; only set if a member is a STRANGER
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -38,20 +38,20 @@ class Describe(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Some bytes of the collective that was described last, in the order in which the other side expects them."""
+    """Bytes of the last described collective, in the order that the receiver expects."""
 
     offset: int
 
 
 class Through(Message, frozen=True):
-    """This worker is through with the memory of the others, for this collective."""
+    """This worker no longer reads the others' memory for this collective."""
 
     group: tuple[int, ...]
     number: int
 
 
 class Broken(Message, frozen=True):
-    """This collective fails, for everyone, with this reason; and another with it, which was called in its place."""
+    """This collective fails for all members with this reason, and so does one that was called in its place."""
 
     group: tuple[int, ...]
     number: int
@@ -61,26 +61,26 @@ class Broken(Message, frozen=True):
 
 
 class Share(Message, frozen=True):
-    """Memory of the sender's, which comes with this, to be known by a number."""
+    """Shared memory of the sender, with a number."""
 
     memory: int
     num_bytes: int
 
 
 class Unshare(Message, frozen=True):
-    """The sender has no use for this memory any more."""
+    """The sender no longer uses this memory."""
 
     memory: int
 
 
 class Goodbye(Message, frozen=True):
-    """The sender leaves the job, between two collectives."""
+    """The sender leaves the job between two collectives."""
 
 
 class Offer(Message, frozen=True):
-    """Something for the one who hears this, from one to one. Small data comes with it."""
+    """Point to point: data offered to the receiver. Contains small data."""
 
-    number: int  # of what the sender has offered it
+    number: int  # index among the sender's offers to this receiver
     dtype: str
     shape: Shape
     memory: int = 0
@@ -88,11 +88,11 @@ class Offer(Message, frozen=True):
     waits: bool = True
     of_torch: bool = False
     attempt: int = 0
-    is_stranger: bool = False  # the receiver began its script after the sender had made its first call
+    is_stranger: bool = False  # the receiver started its script after the sender's first call
 
 
 class Take(Message, frozen=True):
-    """The bytes of an offer may come: there is a place for them."""
+    """The receiver has a buffer: send the bytes of the offer."""
 
     number: int
 
@@ -105,13 +105,13 @@ class TensorPiece(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """An offer was taken; or refused, for a reason."""
+    """An offer was received, or refused with a reason."""
 
     number: int
     refused: str = ""
 
 
 class Withdraw(Message, frozen=True):
-    """An offer does not stand any more: the one who made it has given up."""
+    """The sender has withdrawn an offer."""
 
     number: int

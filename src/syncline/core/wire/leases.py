@@ -1,4 +1,4 @@
-"""What is said about leases: workers ask and give back, servers tell what commits have used."""
+"""Messages about leases: workers request and return them, servers report what commits have used."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from syncline.core.leasing.loader import Loader
 from syncline.core.leasing.ranges import Span
 from syncline.core.wire.message import Message
 
-#: A lease and places in it, from and to: what a commit has used.
-Use = tuple[int, int, int]
+#: A lease and a range of places in it that a commit has used.
+LeaseAck = tuple[int, int, int]
 
 
 class OpenEpoch(Message, frozen=True):
-    """A worker begins its loop over an epoch; answered with what is left of it.
+    """A worker begins its loop over an epoch; answered with `Opened`.
 
-    `seed`: of the loader's order, as this worker has it; the chief's counts in the whole job. None: there is none.
-    `insists`: the chief did not open this loader in time, so this worker's counts.
+    `seed`: of the loader's order in this worker; the chief's counts for the job. None: no seed. `insists`: the chief
+    did not open this loader in time, so this worker's seed counts.
     """
 
     loader: str
@@ -25,9 +25,10 @@ class OpenEpoch(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """`is_left`: whether there is anything to read. `is_shared`: whether all workers come to this loader's epochs, by
-    what is known. `seed`: of the loader's order in the whole job. `is_early`: nothing was opened, since the chief has
-    not opened this loader yet, and its seed counts; ask again."""
+    """`is_left`: whether there is anything to read. `is_shared`: whether all workers read this loader's epochs, as
+    far as known. `seed`: of the loader's order in the whole job. `is_early`: nothing was opened, since the chief
+    has not opened this loader yet and its seed counts; ask again.
+    """
 
     is_left: bool
     is_shared: bool = True
@@ -36,18 +37,17 @@ class Opened(Message, frozen=True):
 
 
 class AskLease(Message, frozen=True):
-    """A worker has read, or will soon have read, all that it has.
+    """A worker has read, or will soon have read, its leases.
 
-    `held`: what it has read and not committed. `left`: what it has still to read. With how many samples it has spent
-    how much time of work since it asked last. `waits`: it takes part in no round, and is answered when there is more,
-    or the epoch is finished; else also when all that is left is in others' hands. `newest`: the last lease that it
-    has heard of; one that it was given after that got lost on the way, and is given once more. `given`: leases of
-    which it reads nothing from some place on; a coordinator may have died before it kept that.
+    `held`: read and not committed. `left`: still to read. Also the samples and working time since its last request.
+    `waits`: it takes part in no round and is answered when there is more or the epoch is finished; otherwise also
+    when others hold the rest. `newest`: the last lease it knows of; later ones were lost on the way and are sent
+    again. `given`: leases that it gave back from some place on, in case a coordinator died before it journaled that.
     """
 
     loader: str
     epoch: int
-    held: list[Use]
+    held: list[LeaseAck]
     left: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -57,11 +57,10 @@ class AskLease(Message, frozen=True):
 
 
 class GivenLease(Message, frozen=True):
-    """The next lease, and how much of it is one step; 0: there is none, for now or because the epoch is finished.
+    """The next lease and its step size; 0: there is none, for now or because the epoch is finished.
 
-    `is_shared`: whether all workers come to this loader's epochs, by what is known. `origin`: how many samples of the
-    epoch are done when its first step begins; in rounds the same for all. `wide`: how many are done in every step of
-    it, by all workers together.
+    `is_shared`: whether all workers read this loader's epochs, as far as known. `origin`: samples of the epoch done
+    before its first step; in rounds the same for all. `wide`: samples per step of all workers together.
     """
 
     lease: int
@@ -69,41 +68,41 @@ class GivenLease(Message, frozen=True):
     is_finished: bool = False
     step: int = 0
     is_shared: bool = True
-    begin: int = 0  # the place in it to begin at
-    is_common: bool = False  # all workers have it, and make its steps together; it is all that there is
+    begin: int = 0  # the place to begin at
+    is_common: bool = False  # all workers have it and make its steps together; it is the only one
     origin: int = 0
     wide: int = 0
 
 
 class Recall(Message, frozen=True):
-    """A worker is to give back what it has not begun; answered with `GaveBack`."""
+    """To a worker: give back what is not started; answered with `GaveBack`."""
 
     loader: str
     epoch: int
 
 
 class GaveBack(Message, frozen=True):
-    """Leases, and the places from which on this worker reads none of them. `newest`: the last that it knows of."""
+    """Leases, and the places from which on this worker gives them back. `newest`: the last that it knows of."""
 
     leases: list[tuple[int, int]]
     newest: int | None = None
 
 
 class LeaveEpoch(Message, frozen=True):
-    """A worker has left its loop over an epoch: what it gives back, and what it has read and made no step with.
+    """A worker has left its loop over an epoch: what it gives back, and what it has read without a step.
 
-    Leases after the `newest` it has heard of go back whole.
+    Leases after `newest` go back entirely.
     """
 
     loader: str
     epoch: int
     leases: list[tuple[int, int]]
-    passed_over: list[Use]
+    passed_over: list[LeaseAck]
     newest: int | None = None
 
 
 class EndShard(Message, frozen=True):
-    """A shard has ended before this position."""
+    """A shard ended before this position."""
 
     loader: str
     epoch: int
@@ -111,22 +110,22 @@ class EndShard(Message, frozen=True):
 
 
 class AskLeaseAcks(Message, frozen=True):
-    """What have commits used, that was not confirmed yet? Those that are applied."""
+    """Asks for the unconfirmed lease ranges of applied commits."""
 
 
-class Uses(Message, frozen=True):
-    """What commits have used, by the word of the server of slice 0; or, when that is lost, of a worker.
+class GivenLeaseAcks(Message, frozen=True):
+    """Lease ranges used by commits, from the server of slice 0; from a worker, if that server was lost.
 
-    `open`: lives of workers whose commits may still be applied: those that are out; of a worker, its own.
+    `open`: incarnations of workers with commits that may still be applied: removed ones; from a worker, its own.
     """
 
-    uses: list[Use]
-    late: list[Use] = []  # of commits that were late: to do again
+    acks: list[LeaseAck]
+    late: list[LeaseAck] = []  # of late commits: to do again
     open: list[tuple[str, int]] = []
 
 
 class Confirm(Message, frozen=True):
-    """The coordinator has kept that these were used, or late: servers may forget them."""
+    """The coordinator has journaled these ranges: servers may drop them."""
 
-    uses: list[Use]
-    late: list[Use] = []
+    acks: list[LeaseAck]
+    late: list[LeaseAck] = []

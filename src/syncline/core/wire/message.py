@@ -1,4 +1,4 @@
-"""The root of what members say to each other, and the two answers that fit every question."""
+"""The base class of messages, and two general replies."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The root of all messages."""
+    """The base class of all messages."""
 
 
 class Done(Message, frozen=True):
-    """Yes, without more to say."""
+    """Success, without a result."""
 
 
 class Refused(Message, frozen=True):
-    """No: the error that was raised on the other side."""
+    """The error raised on the other side."""
 
     error: str
     reason: str

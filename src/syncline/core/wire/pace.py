@@ -1,4 +1,4 @@
-"""Pace: a worker that is slowed or held by hand, and how that is told."""
+"""Pace: a worker that is slowed or held by hand, and how that is shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from syncline.core.members import by_name
 from syncline.core.wire.message import Message
 
-#: Nobody means a longer pause before every step; who does holds the worker.
+#: The longest useful pause before a step; hold the worker instead.
 MOST_DELAY_SECONDS = 24 * 3600.0
 
 
 class Pace(Message, frozen=True):
-    """To the coordinator, and from it to the worker: from now on so long before each step; or held; or neither."""
+    """To the coordinator, and from it to the worker: a pause before each step, or a hold, or neither."""
 
     worker: str
     delay_seconds: float = 0.0
@@ -22,11 +22,11 @@ class Pace(Message, frozen=True):
 
 
 class Paced(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's pace, as the coordinator keeps it."""
+    """A worker's pace, as journaled by the coordinator."""
 
     delay_seconds: float
     is_paused: bool
-    since: float  # wall clock: it outlives the coordinator
+    since: float  # wall clock, valid across coordinators
 
     @property
     def state(self) -> str:
@@ -34,7 +34,7 @@ class Paced(msgspec.Struct, frozen=True, array_like=True):
         return "paused" if self.is_paused else f"paced: {told_seconds(self.delay_seconds)}"
 
     def told(self, now: float) -> str:
-        """For `why`: what it is by hand, and since when."""
+        """For `why`: the state set by hand, and since when."""
         if self.is_paused:
             return f"is paused by hand since {max(0.0, now - self.since):.0f} s"
         return f"is slowed by hand, {told_seconds(self.delay_seconds)} before each step"
@@ -45,6 +45,6 @@ def told_seconds(seconds: float) -> str:
 
 
 def told_paused(paces: Mapping[str, Paced], now: float) -> str:
-    """Who is held by hand, in words; nobody: nothing."""
+    """Names the workers held by hand; empty if there are none."""
     held = sorted((name for name, pace in paces.items() if pace.is_paused), key=by_name)
     return ", ".join(f"{name} {paces[name].told(now)}" for name in held)

@@ -1,6 +1,6 @@
-"""The tables of the wire: the number of each message, and who may say it.
+"""The number of each message on the wire, and which role may send it.
 
-A frame holds one message; its number on the wire is its place in `MESSAGES`.
+A frame holds one message; its number is its index in `MESSAGES`.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ from syncline.core.wire.leases import (
     EndShard,
     GaveBack,
     GivenLease,
+    GivenLeaseAcks,
     LeaveEpoch,
     Opened,
     OpenEpoch,
     Recall,
-    Uses,
 )
 from syncline.core.wire.message import Done, Message, Refused
 from syncline.core.wire.pace import Pace
@@ -159,9 +159,9 @@ MESSAGES: tuple[type[Message], ...] = (
     Restore, ShareRegion, Seed, LetGo, Replicate, Replicated, Stage, CommitStaged, Committed, AskClip, GiveClip,
     Prefer,
     Rest, AskPlace, GivenPlace, Pull, Pulled, Verify, Verified, Pin, Unpin, AskState, GivenState, LoadState,
-    OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskLeaseAcks, Uses, Confirm,
-    Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseSnapshotBarrier, SnapshotBarrierClosed,
-    Mark, OpenSnapshotBarrier,
+    OpenEpoch, Opened, AskLease, GivenLease, Recall, GaveBack, LeaveEpoch, EndShard, AskLeaseAcks, GivenLeaseAcks,
+    Confirm, Pace, Save, Saved, Expect, WriteScript, WrittenScript, EndSave, CloseSnapshotBarrier,
+    SnapshotBarrierClosed, Mark, OpenSnapshotBarrier,
     WriteMarked, WrittenMarked, Resume, AskResume, GivenResume, Finish, Noted, Metrics, Steer,
     Come, Called, Attend, Begin, Begun, AskValidationShard, GivenValidationShard, AskReading, GivenReading,
     LocalCandidate, WriteCandidate, WrittenCandidate,
@@ -171,7 +171,7 @@ MESSAGES: tuple[type[Message], ...] = (
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
-#: Which role may ask what. Answers may come from anyone who was asked.
+#: Which role may send which request. Any role may answer.
 MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Rejoin, AskRoster, Heartbeat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,

@@ -1,6 +1,6 @@
-"""What workers and servers say to each other, and servers among themselves.
+"""Messages between workers and servers, and among servers.
 
-Sizes of raw buffers behind a message follow from the registered layout.
+Sizes of the raw buffers after a message follow from the registered layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from syncline.core.ring import Ballot
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option
 from syncline.core.slice_state import Copy
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.errors import FrameError
 
@@ -30,18 +30,18 @@ class StateEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Its size, checked: nothing is allocated for a size that cannot be."""
+        """Its size. Invalid sizes are refused before anything is allocated."""
         if self.dtype not in ITEM_BYTES or len(self.shape) > MAX_DIMENSIONS or any(size < 0 for size in self.shape):
             raise FrameError(f"state of {self.dtype}{list(self.shape[:MAX_DIMENSIONS])}")
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Upload(Message, frozen=True):
-    """The chief's first values of some slices; their bytes follow in this order."""
+    """The chief's initial values of some slices; their bytes follow in this order."""
 
     segment: int
     slices: list[int]
-    again: bool = False  # also when updates were made: the only worker of a job has changed them
+    again: bool = False  # also after updates: the only worker of a job has changed them
 
 
 class Attach(Message, frozen=True):
@@ -53,11 +53,11 @@ class Attach(Message, frozen=True):
 
 
 class AskHosted(Message, frozen=True):
-    """Where do the slices lie of which this server is the primary?"""
+    """Asks where the slices lie whose primary is this server."""
 
 
 class Hosted(Message, frozen=True):
-    """Blocks of memory, and the place of every slice in them: slice, block, offset."""
+    """Memory blocks, and the place of every slice: slice, block, offset."""
 
     blocks: list[tuple[int, int]]  # number, bytes
     slices: list[tuple[int, int, int]]
@@ -76,63 +76,62 @@ class Mapped(Message, frozen=True):
 
 
 class Restore(Message, frozen=True):
-    """A worker's copy of a slice whose server is gone; its bytes follow."""
+    """A worker's copy of a slice whose server is lost; its bytes follow."""
 
     copy: Copy
 
 
 class ShareRegion(Message, frozen=True):
-    """A primary's memory for what it hands to a backup; it comes with the frame."""
+    """A primary's memory for updates to a backup; it comes with the frame."""
 
     number: int
     num_bytes: int
 
 
 class Seed(Message, frozen=True):
-    """All there is of a slice, for its new backup: bytes of its parameters, then of its rules' state, follow."""
+    """A full copy of a slice for its new backup: the bytes of its parameters, then of its rule state, follow."""
 
     slice: int
     version: int
     clocks: list[tuple[str, int, int]]  # name, incarnation, clock
     fences: list[tuple[str, int]]
     entries: list[StateEntry]
-    lent: int | None  # memory that updates will lie in, and where
+    lent: int | None  # shared memory for updates, and the offset in it
     offset: int = 0
-    uses: list[Use] = []  # slice 0: of leases, that were not confirmed yet
-    late: list[Use] = []  # likewise, of commits that were late
+    acks: list[LeaseAck] = []  # slice 0: unconfirmed
+    late: list[LeaseAck] = []  # slice 0: unconfirmed, of late commits
 
 
 class Replicate(Message, frozen=True):
-    """A primary's next update of a slice. The backup applies it first; then the primary does.
+    """A primary's next update of a slice. The backup applies it before the primary does.
 
-    The gradient of the pieces that `has` names lies in lent memory, or follows.
+    The gradient of the pieces in `has` lies in shared memory, or follows.
     """
 
     slice: int
-    version: int  # that the slice has before it
+    version: int  # of the slice before the update
     clocks: list[tuple[str, int, int]]
     fences: list[tuple[str, int]]
     has: list[int]  # pieces with a gradient
     overrides: list[tuple[int, dict[str, Option]]]  # group, hyperparameters
     scale: float
     wants_digest: bool = False
-    uses: list[Use] = []  # slice 0: what these commits have used of leases
-    late: list[Use] = []  # likewise, where they were late
-    roll: RoundMembership | None = None  # with spare workers: of the round that they are in, or were late by
-    ballot: Ballot | None = None  # in a ring: it is held until all have voted for that
-    codec: str = ""  # in a ring: by which the bytes that follow are encoded
+    acks: list[LeaseAck] = []  # slice 0: lease ranges used by these commits
+    late: list[LeaseAck] = []  # slice 0: lease ranges of late commits
+    roll: RoundMembership | None = None  # with spare workers: of their round, or of the round that they missed
+    ballot: Ballot | None = None  # in a ring: the update is held until all have voted for this
+    codec: str = ""  # in a ring: of the bytes that follow
     sizes: list[int] = []  # of the units of the slice, as in Stage
 
 
 class Vote(Message, frozen=True):
-    """In a ring, from a server to all others: all that this round is made of here is held by everyone."""
+    """In a ring, from a server to all others: every server holds the sums of this server's slices for this round."""
 
     ballot: Ballot
 
 
 class GroupStoreKey(Message, frozen=True):
-    """In a ring with a process group, from a server to all others: what torch.distributed wants them to know of
-    it."""
+    """In a ring with a process group, from a server to all others: a key of torch.distributed's store."""
 
     generation: int
     key: str
@@ -140,8 +139,7 @@ class GroupStoreKey(Message, frozen=True):
 
 
 class ShareSums(Message, frozen=True):
-    """In a ring with host leaders, from one to its neighbours: where sums will lie. The memory comes with the
-    frame."""
+    """In a ring, from a host leader to its local peers: memory for sums, which comes with the frame."""
 
     generation: int
     num_bytes: int
@@ -149,37 +147,39 @@ class ShareSums(Message, frozen=True):
 
 
 class HostSum(Message, frozen=True):
-    """From a host leader to the primary of a slice: the sum of its host's gradients. Its bytes follow, as wide as
-    they are added up."""
+    """From a host leader to the primary of a slice: the sum of its host's gradients. Its bytes follow, in the
+    precision of the sum.
+    """
 
     generation: int
-    round: int  # of this generation, counted from 0
+    round: int  # index within this generation, from 0
     slice: int
-    anew: bool = False  # in the place of one that was made early, and did not hold
+    again: bool = False  # replaces a sum that was made during backward, for a round that turned out otherwise
 
 
 class WholeSum(Message, frozen=True):
-    """A round's sum of a slice: from its primary to host leaders, from them to their neighbours. Its bytes follow,
-    or lie in lent memory: then they are there until this is answered."""
+    """A round's sum of a slice: from its primary to host leaders, from them to their local peers. Its bytes
+    follow, or lie in shared memory until this is answered.
+    """
 
     generation: int
     round: int
     slice: int
-    anew: bool = False
+    again: bool = False
 
 
 class Replicated(Message, frozen=True):
-    """The backup has it, and is at this version."""
+    """The backup has applied it and is at this version."""
 
     version: int
     digest: bytes = b""
 
 
 class Stage(Message, frozen=True):
-    """Bytes (over sockets) or a place in shared memory wait at the server for this clock.
+    """Bytes (over sockets) or shared memory staged for this clock.
 
-    What it says counts at the commit: ranges of parameter ids pushed, the weight, hyperparameters that differ
-    from the registered ones by (segment, group). `skip`: an overflow, the round is to change nothing.
+    The rest counts at the commit: ranges of pushed parameter ids, the weight, and hyperparameters that differ from
+    the registered ones by (segment, group). `skip`: an overflow; the round must change nothing.
     """
 
     clock: int
@@ -191,22 +191,22 @@ class Stage(Message, frozen=True):
     clip_norm: float | None
     overrides: list[tuple[int, int, dict[str, Option]]]
     slices: list[int]  # whose bytes follow
-    back_at: int | None  # the position at which a worker comes back from a rest; the same at every server
-    commit: bool  # with one server the commit rides on the last bucket
+    back_at: int | None  # the position at which a worker returns from a rest; the same at every server
+    commit: bool  # with one server the last bucket contains the commit
     pull: list[int]  # slices whose bytes go back over a socket with the answer
     parts: bool = False  # say which slices are applied while others are not yet
     rows: list[int] | None = None  # room for row-sparse gradients; refused today
-    uses: list[Use] = []  # what of leases this commit has used
+    acks: list[LeaseAck] = []  # what of leases this commit has used
     num_segments: int = 0  # that this worker has registered
     codec: str = ""  # by which slices are encoded, those that `sizes` has sizes for
     sizes: list[list[int]] = []  # of the pieces of each slice, in bytes; -1: not sent; none: as it lies
     ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
-    changed: list[int] = []  # at the commit: slices staged before it that are not any more what they were then
+    edited: bool = False  # at the commit: some of the slices staged before it have changed since
     early: bool = False  # at the commit: slices were staged before it, to be added up
 
 
 class CommitStaged(Message, frozen=True):
-    """What is staged for this clock counts from now on."""
+    """Commits what is staged for this clock."""
 
     clock: int
     pull: list[int]
@@ -217,18 +217,18 @@ class CommitStaged(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The commit is applied: versions of all slices of this server, in the order of their ids.
+    """The commit is applied: versions of all slices of this server, ordered by id.
 
-    With `slices`, and in a part that comes before the end: versions of these; over a socket their bytes follow.
+    With `slices`, and in a part before the end: versions of these; over a socket their bytes follow.
     """
 
     clock: int
     versions: list[int]
     slices: list[int] = []
-    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+    clocks: dict[str, int] = {}  # with one replica: upper bound of the workers' clocks in these versions
     late: bool = False  # its round was closed before: nothing of it is applied
-    roll: RoundMembership | None = None  # with spare workers and several servers: what the others are to be told
-    skipped: bool = False  # an overflow of some worker: the round has changed nothing
+    roll: RoundMembership | None = None  # with spare workers and several servers: to be sent to the other servers
+    skipped: bool = False  # an overflow at some worker: the round changed nothing
     codec: str = ""  # as in Stage
     sizes: list[list[int]] = []
 
@@ -251,20 +251,20 @@ class GiveClip(Message, frozen=True):
 
 
 class Prefer(Message, frozen=True):
-    """The order in which this worker needs its slices; they are applied in it. What is not named comes last."""
+    """The order in which this worker needs its slices, and in which they are applied. Others come last."""
 
     slices: list[int]
 
 
 class Rest(Message, frozen=True):
-    """This worker takes part in no more rounds of its phase; `at_barrier`: of none at all until its next push."""
+    """This worker takes part in no more rounds of its phase; `at_barrier`: in none until its next push."""
 
     phase: int
     at_barrier: bool
 
 
 class AskPlace(Message, frozen=True):
-    """Where does the slowest worker stand? Asked by one that comes back from a rest."""
+    """Asks for the position of the slowest worker, before a worker returns from a rest."""
 
 
 class GivenPlace(Message, frozen=True):
@@ -279,33 +279,33 @@ class Pull(Message, frozen=True):
     slices: list[int]
     min_version: int | None
     bytes_wanted: bool
-    rows: list[int] | None = None  # room for row-sparse parameters; refused today
+    rows: list[int] | None = None  # reserved for row-sparse parameters; refused today
 
 
 class Pulled(Message, frozen=True):
     """Versions of the slices asked for; their bytes follow over a socket."""
 
     versions: list[int]
-    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+    clocks: dict[str, int] = {}  # with one replica: upper bound of the workers' clocks in these versions
 
 
 class Verify(Message, frozen=True):
-    """Were these slices still at these versions, untouched, after the copy that was just made?"""
+    """Asks whether these slices kept these versions while they were copied."""
 
     slices: list[int]
     versions: list[int]
 
 
 class Verified(Message, frozen=True):
-    """The slices that were not, with their versions now."""
+    """The slices that did not, with their current versions."""
 
     stale: list[int]
     versions: list[int]
-    clocks: dict[str, int] = {}  # with one replica: the workers' clocks that these versions contain, at most
+    clocks: dict[str, int] = {}  # with one replica: upper bound of the workers' clocks in these versions
 
 
 class Pin(Message, frozen=True):
-    """No update of these slices until `Unpin`, or until the connection ends."""
+    """Blocks updates of these slices until `Unpin`, or until the connection ends."""
 
     slices: list[int]
 
@@ -317,7 +317,7 @@ class Unpin(Message, frozen=True):
 
 
 class AskState(Message, frozen=True):
-    """A rule's state on some slices; `key`: only this of it."""
+    """Asks for the rule state of some slices; `key`: only this entry."""
 
     slices: list[int]
     key: str = ""
@@ -330,9 +330,9 @@ class GivenState(Message, frozen=True):
 
 
 class LoadState(Message, frozen=True):
-    """The chief gives rules their state; what is not named is forgotten.
+    """The chief sets rule state; entries that are not named are dropped.
 
-    `about`: nothing is given yet; from 1 on until 2 is said, some servers may have it and others not: no cut is made.
+    `about`: announces the load: between 1 and 2 some servers may have it and others not, so no snapshot is taken.
     """
 
     slices: list[int]

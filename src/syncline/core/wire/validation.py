@@ -1,25 +1,24 @@
-"""What is said about validations: calling all workers, coming together, validation shards of a set, and what comes
-out."""
+"""Messages about validations: calling all workers, attending, validation shards, and results."""
 
 from __future__ import annotations
 
 from syncline.core.checkpoint.manifest import SavedFile
 from syncline.core.wire.message import Message
 
-#: What is validated first: the job's parameters. Their readings are the job's.
+#: The job's parameters, validated first. Their readings are the job's.
 WEIGHTS = "weights"
-#: The average that servers keep of them.
+#: The servers' running average of the parameters.
 AVERAGE = "average"
 #: The mean of the last checkpoints.
 MEAN = "mean"
-#: With local steps: what a worker has before it is averaged; told under the worker's name.
+#: With local steps: a worker's model before averaging, reported under the worker's name.
 OWN = "own"
 
 
 class Come(Message, frozen=True):
-    """A validation is due at a worker: of each set the step from which on it is. Answered with `Called`.
+    """A validation is due at a worker: for each set, the step from which on. Answered with `Called`.
 
-    `epoch`: this worker is behind it, and that is why; behind each there is one.
+    `epoch`: the worker has just finished this epoch; there is a validation after each.
     """
 
     step: int
@@ -28,9 +27,10 @@ class Come(Message, frozen=True):
 
 
 class Called(Message, frozen=True):
-    """All workers are to come to validation number `turn`; in rounds at this step, or where they wait. 0: to none.
+    """All workers must attend validation number `turn`; in rounds at this step, or where they wait. 0: none.
 
-    `steps`: at which step each set was validated last; of others, `floor`. Also told to all when the first has come.
+    `steps`: the step at which each set was last validated; for other sets, `floor`. Also sent to all when the first
+    worker has come.
     """
 
     turn: int
@@ -40,32 +40,34 @@ class Called(Message, frozen=True):
 
 
 class Attend(Message, frozen=True):
-    """This worker is there, and nothing of it is under way. Answered with `Done` when all are, and it was saved."""
+    """This worker has arrived and nothing of it is in flight. Answered with `Done` when all have arrived and the
+    save is made.
+    """
 
     turn: int
 
 
 class Begin(Message, frozen=True):
-    """Then: this worker has the parameters of this step. Answered with `Begun` when all have."""
+    """This worker has pulled the parameters of this step. Answered with `Begun` when all have."""
 
     turn: int
     step: int
 
 
 class Begun(Message, frozen=True):
-    """What is validated: sets, and candidates for the best. None: it is over, or began without this worker."""
+    """What is validated: sets, and candidates for the best. Empty: it is over, or began without this worker."""
 
     step: int
     sets: list[str] = []
     candidates: list[str] = []
-    folder: str = ""  # where the weights of a candidate lie that are not on the servers
+    folder: str = ""  # of a candidate's weights that are not on the servers
 
 
 class AskValidationShard(Message, frozen=True):
-    """A worker wants its next validation shard of a set. `validation_shard`: the one that it is through with; the
-    sums over its samples, and of their rounding errors.
+    """A worker requests its next validation shard of a set. `validation_shard`: the one it has finished, with sums
+    over its samples and their rounding errors.
 
-    `num_samples` and `batch` are of the set, the same in all workers.
+    `num_samples` and `batch` describe the set and are the same in all workers.
     """
 
     turn: int
@@ -79,7 +81,7 @@ class AskValidationShard(Message, frozen=True):
 
 
 class GivenValidationShard(Message, frozen=True):
-    """Positions to read, from and to; 0: all that is left is in others' hands, or nothing is."""
+    """Positions to read, from and to; 0: others hold the rest, or nothing is left."""
 
     validation_shard: int
     begin: int = 0
@@ -87,15 +89,16 @@ class GivenValidationShard(Message, frozen=True):
 
 
 class AskReading(Message, frozen=True):
-    """A worker has found nothing more to read. `waits`: it is answered when the validation is over, or there is
-    more; else at once, and it is in this validation no more."""
+    """A worker has found nothing more to read. `waits`: answered when the validation is over or there is more;
+    otherwise at once, and the worker leaves this validation.
+    """
 
     turn: int
     waits: bool
 
 
 class LocalCandidate(Message, frozen=True):
-    """With local steps: what this worker's own model, before it was averaged, has come to on a whole set."""
+    """With local steps: the results of this worker's own model, before averaging, on a whole set."""
 
     turn: int
     set: str
@@ -103,8 +106,9 @@ class LocalCandidate(Message, frozen=True):
 
 
 class WriteCandidate(Message, frozen=True):
-    """To a worker: its own model of this validation is the best; it goes to this file. Answered with
-    `WrittenCandidate`."""
+    """To a worker: its own model of this validation is the best; write it to this file. Answered with
+    `WrittenCandidate`.
+    """
 
     turn: int
     folder: str
@@ -112,13 +116,13 @@ class WriteCandidate(Message, frozen=True):
 
 
 class WrittenCandidate(Message, frozen=True):
-    """It is on disk."""
+    """The candidate is on disk."""
 
     file: SavedFile
 
 
 class GivenReading(Message, frozen=True):
-    """`is_over`: the readings are there, or were given up; else there is more to read."""
+    """`is_over`: the readings are there, or were given up; otherwise there is more to read."""
 
     is_over: bool
     values: dict[str, float] = {}

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from syncline.config import JobConfig
-from syncline.core.forecast import Forecasts
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.members import by_name
 from syncline.core.ring import HostLeaders
@@ -26,7 +25,7 @@ from syncline.server.commits import Commits
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
 from syncline.server.reduce.host_round import NOTHING_LAID, HostRound, HostSlot, Lent, Turn, lay_out
-from syncline.server.reduce.reducer import Failed, Summed, forecast_commits, settle_forecast
+from syncline.server.reduce.reducer import Counted, Failed, NextRound, Summed, expected_commits
 from syncline.server.reduce.sums import counted_in, wide_of
 from syncline.server.rules import Bytes
 from syncline.server.slices import HostedSlice
@@ -39,7 +38,7 @@ class _Key(NamedTuple):
     """Of a sum that has come: of which round, whether it is made again, of which slice, and from whom."""
 
     round: int
-    anew: bool
+    again: bool
     slice: int
     sender: str
 
@@ -64,7 +63,7 @@ class HierarchicalReducer:
         self._adding = HostRound(generation, host_leaders, hosting, pool, lent=lent, summed=summed, failed=failed)
         self._lock = self._adding.lock
         self._works: collections.deque[RoundTask] = collections.deque()  # whole here, in their order
-        self._forecasts = Forecasts()
+        self._next_round = NextRound()
         self._kept: dict[_Key, Request] = {}  # of rounds that others have begun before us
         self._most_kept = 4 * len(names) * (1 + hosting.num_slices)
         self._is_supplied, self._closed = threading.Event(), threading.Event()
@@ -106,7 +105,7 @@ class HierarchicalReducer:
         self._closed.set()
         with self._lock:
             turn = self._adding.turn
-            waiting = [*self._kept.values(), *(request for _, request in (turn.unanswered if turn else ()))]
+            waiting = [*self._kept.values(), *(turn.unanswered if turn else ())]
             said = self._adding.close()
             self._works.clear()
             self._kept.clear()
@@ -130,7 +129,7 @@ class HierarchicalReducer:
             with contextlib.suppress(SynclineError):
                 self._check(request.peer, request.message, request)
                 message = request.message
-                self._kept[_Key(message.round, message.anew, message.slice, request.peer.name)] = request
+                self._kept[_Key(message.round, message.again, message.slice, request.peer.name)] = request
 
     # -- rounds -------------------------------------------------------------------------------------------
 
@@ -147,8 +146,8 @@ class HierarchicalReducer:
         self._go_on(slices)
 
     def _go_on(self, staged: set[int] | None = None) -> None:
-        """The next round begins with its forecast, and goes on when it is whole. `staged`: nothing is new but these
-        slices."""
+        """The next round begins as it is expected, and goes on when it is complete. `staged`: only these slices are
+        new."""
         adding = self._adding
         with self._lock:
             if adding.is_closed or adding.laid is NOTHING_LAID:
@@ -158,32 +157,45 @@ class HierarchicalReducer:
                 turn = adding.turn = self._next_turn()
             if turn is None:
                 return
-            is_whole, answered = turn.work is None and bool(self._works), list[Request]()
-            if is_whole:
+            is_complete, answered = turn.work is None and bool(self._works), list[Request]()
+            if is_complete:
                 work = self._works.popleft()
-                answered = turn.take_up(work, settle_forecast(self._forecasts, work, len(turn.by_number)))
-            places = self._to_add(turn, None if is_new or is_whole else staged)
+                turn, answered = self._taken_up(turn, work)
+                adding.turn = turn
+            places = self._to_add(turn, None if is_new or is_complete else staged)
             turn.begun.update(place.number for place in places)
-            kept = self._kept_for(turn) if is_new or is_whole else []
+            kept = self._kept_for(turn) if is_new or is_complete else []
             is_summed = not turn.left
         _answer(answered)
-        if is_whole and turn.errors:
-            self._failed(work, next(iter(turn.errors.values())))
-        elif is_whole and is_summed:
+        if is_complete and turn.error is not None:
+            self._failed(work, turn.error)
+        elif is_complete and is_summed:
             self._summed(work, turn.sums)
         for place in places:
-            anew = turn.is_anew(place.number)
-            adding.do(turn, place, anew, functools.partial(adding.add, turn, place, anew))
+            adding.do(turn, place, functools.partial(adding.add, turn, place))
         for request in kept:
             assert isinstance(request.message, HostSum | WholeSum)
             self.hear(request, request.message)
 
     def _next_turn(self) -> Turn | None:
-        number, shares = self._forecasts.number, self._forecasts.next
-        if not shares and not self._works:
-            return None
-        counted = forecast_commits(shares) if shares else counted_in(self._works[0])
-        return Turn(number, counted, self._adding.laid.places.values(), self._deputies.host_of)
+        expected = self._next_round.expected
+        if expected:
+            return self._turn(self._next_round.number, expected_commits(expected))
+        return self._turn(self._next_round.number, counted_in(self._works[0])) if self._works else None
+
+    def _turn(self, number: int, counted: Counted, *, is_again: bool = False) -> Turn:
+        places = self._adding.laid.places.values()
+        return Turn(number, counted, places, self._deputies.host_of, is_again=is_again)
+
+    def _taken_up(self, turn: Turn, work: RoundTask) -> tuple[Turn, list[Request]]:
+        """The round of this turn is complete: the turn that goes on, and the requests of the one that does not."""
+        was_expected = bool(self._next_round.expected)
+        if self._next_round.settle(work) or not was_expected:
+            turn.take_up(work)
+            return turn, []
+        again = self._turn(turn.number, counted_in(work), is_again=True)
+        again.take_up(work)
+        return again, turn.end()
 
     def _to_add(self, turn: Turn, staged: set[int] | None) -> list[HostSlot]:
         """The slices of which this host's sum can be made here, what is sent first; `staged`: only of these."""
@@ -199,7 +211,7 @@ class HierarchicalReducer:
 
     def _kept_for(self, turn: Turn) -> list[Request]:
         """What is made again waits for its round to be whole here."""
-        numbers = [key for key in self._kept if key.round == turn.number and (turn.work is not None or not key.anew)]
+        numbers = [key for key in self._kept if key.round == turn.number and (turn.work is not None or not key.again)]
         return [self._kept.pop(key) for key in numbers]
 
     def is_through(self, work: RoundTask) -> None:
@@ -209,11 +221,8 @@ class HierarchicalReducer:
             if turn is None or turn.work is not work:
                 return
             self._adding.turn = None
-            for place in turn.by_number.values():
-                place.empty()  # a round that has failed may leave something
-        for _, saying in turn.sayings:
-            saying.take_back()  # if it has not come, it was not needed
-        _answer([request for _, request in turn.unanswered])
+            answered = turn.end()
+        _answer(answered)
         self._go_on()
 
     def awaited(self) -> tuple[RoundTask, list[str]] | None:
@@ -236,7 +245,7 @@ class HierarchicalReducer:
 
     # -- what comes ---------------------------------------------------------------------------------------
 
-    def landing(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
         """Where the bytes of a sum go."""
         self._check(peer, message)
         segment, part = self._hosting.find(message.slice)
@@ -249,7 +258,7 @@ class HierarchicalReducer:
             # who added up early may not have left it yet.
             is_whole = turn is not None and turn.work is not None and turn.number == message.round
             if turn is not None and is_whole and place is not None and place.is_own and place.region is not None:
-                is_wanted = message.slice in turn.awaited and not turn.is_anew(message.slice) and not message.anew
+                is_wanted = message.slice in turn.awaited and not turn.is_again and not message.again
                 if is_wanted and all(saying.is_acknowledged for saying in place.given):
                     return [buffer_of(place.region.array)]
         return [buffer_of(np.empty(part.num_bytes, np.uint8))]
@@ -265,11 +274,11 @@ class HierarchicalReducer:
 
     def hear(self, request: Request, message: HostSum | WholeSum) -> None:
         self._check(request.peer, message, request)
-        key = _Key(message.round, message.anew, message.slice, request.peer.name)
+        key = _Key(message.round, message.again, message.slice, request.peer.name)
         with self._lock:
             turn = self._adding.turn
-            is_over = self._closed.is_set() or message.round < (turn.number if turn else self._forecasts.number)
-            is_on = turn is not None and turn.number == message.round and (turn.work is not None or not message.anew)
+            is_over = self._closed.is_set() or message.round < (turn.number if turn else self._next_round.number)
+            is_on = turn is not None and turn.number == message.round and (turn.work is not None or not message.again)
             if not is_over and not is_on:
                 if key not in self._kept and len(self._kept) >= self._most_kept:
                     raise ProtocolError(f"{request.peer} gives sums of rounds that nobody knows")
@@ -359,11 +368,11 @@ class HierarchicalReducers:
     def _is_near(self, generation: int) -> bool:
         return self._generation <= generation and len({*self._lent, generation}) <= _MOST_AHEAD
 
-    def landing(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
+    def buffers_for(self, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
         """Where the bytes of a sum go; what is of another generation goes nowhere, or waits."""
         relay = self._relay
         if relay is not None and relay.generation == message.generation:
-            return relay.landing(peer, message)
+            return relay.buffers_for(peer, message)
         segment, part = self._hosting.find(message.slice)
         size = wide_bytes(segment, part) if isinstance(message, HostSum) else part.num_bytes
         return [buffer_of(np.empty(size, np.uint8))]

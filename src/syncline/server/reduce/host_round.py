@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from syncline.core.forecast import ForecastOutcome
 from syncline.core.layout import aligned
 from syncline.core.ring import HostLeaders
 from syncline.core.wire.message import Done
@@ -22,10 +21,11 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
+from syncline.server.reduce.kernels import narrow
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
-from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, narrow, pieces_of, wide_type
-from syncline.server.reliable_send import Outbox, ReliableSend
-from syncline.server.replicate import Partner, Region
+from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
+from syncline.server.reliable_send import Outbox, Partner, ReliableSend
+from syncline.server.replicate import Region
 from syncline.server.rules import Bytes
 from syncline.server.slices import HostedSlice, RoundSums
 from syncline.server.tasks import RoundTask
@@ -82,32 +82,35 @@ class HostSlot:
             self.region.array[:] = data
 
     def empty(self) -> None:
-        """What has come for a forecast that did not hold is nothing."""
+        """What came for a round that failed, or that turned out otherwise, is dropped."""
         self.spare += self.parts.values()
         self.parts.clear()
 
 
 class Turn:
-    """One round's. All under the hierarchical reducer's lock."""
+    """The sums of one round. All under the hierarchical reducer's lock."""
 
     def __init__(
-        self, number: int, counted: Counted, places: Iterable[HostSlot], host_of: Callable[[str], str]
+        self,
+        number: int,
+        counted: Counted,
+        places: Iterable[HostSlot],
+        host_of: Callable[[str], str],
+        *,
+        is_again: bool = False,
     ) -> None:
-        """`number`: of the round, in its generation; `counted`: its commits, or those of its forecast."""
-        self.number, self._places, self._host_of = number, list(places), host_of
-        self.work: RoundTask | None = None  # when it is whole
-        self.errors: dict[int, Exception] = {}  # by slice: of what was done early
-        self._outcome: ForecastOutcome | None = None
-        self.sayings: list[tuple[int, ReliableSend]] = []  # by slice
-        self.unanswered: list[tuple[int, Request]] = []  # of slices that are read where they lie
-        self._count(counted)
-
-    def _count(self, counted: Counted) -> None:
-        self.counted, self.equal = counted, equal_weight(counted)
+        """`number`: of the round, in its generation; `counted`: its commits, or the expected ones; `is_again`: it
+        replaces the turn of an expected round that turned out otherwise."""
+        self.number, self.counted, self.is_again = number, counted, is_again
+        self.equal = equal_weight(counted)
+        self.work: RoundTask | None = None  # when it is complete
+        self.error: Exception | None = None  # of what was done before that
+        self.sayings: list[ReliableSend] = []
+        self.unanswered: list[Request] = []  # of slices that are read where they lie
         self.hosts: dict[int, set[str]] = {}  # by slice that anybody has pushed anything of: who has
         self.by_number: dict[int, HostSlot] = {}
-        for place in self._places:
-            pushed = {self._host_of(c.worker) for c in counted if place.slot.touched_by(c.item.pushed)}
+        for place in places:
+            pushed = {host_of(c.worker) for c in counted if place.slot.touched_by(c.item.pushed)}
             if pushed:
                 self.hosts[place.number], self.by_number[place.number] = pushed, place
         self.missing = {number: set(hosts) for number, hosts in self.hosts.items()}  # at primaries
@@ -120,37 +123,18 @@ class Turn:
         """Of the whole round."""
         return sum(commit.item.weight for commit in self.counted)
 
-    def is_anew(self, number: int) -> bool:
-        """Whether this slice is added up again: what was made of it early counts for nothing."""
-        return self._outcome is not None and self._outcome.is_anew(number)
+    def take_up(self, work: RoundTask) -> None:
+        """Its round is complete, and has the commits that it was begun with."""
+        self.work, self.counted = work, counted_in(work)
 
-    def take_up(self, work: RoundTask, outcome: ForecastOutcome) -> list[Request]:
-        """Its round is whole. Returns whom to tell that what they have lent is not read any more."""
-        early = list(self.by_number.values())
-        self.work, self._outcome = work, outcome
-        if outcome.was_forecast and not outcome.held:
-            self._count(counted_in(work))
-        else:
-            self.counted = counted_in(work)
-        anew = [place for place in early if outcome.is_anew(place.number)]
-        for place in anew:
+    def end(self) -> list[Request]:
+        """The round is through, or another turn replaces this one. Returns the requests to answer: what these
+        neighbours have shared is not read any more."""
+        for place in self.by_number.values():
             place.empty()
-            self.errors.pop(place.number, None)
-            self._begin_anew(place.number)
-        numbers = {place.number for place in anew}
-        for number, saying in self.sayings:
-            if number in numbers:
-                saying.take_back()
-        answered = [request for number, request in self.unanswered if number in numbers]
-        self.unanswered = [(number, request) for number, request in self.unanswered if number not in numbers]
-        return answered
-
-    def _begin_anew(self, number: int) -> None:
-        if number in self.hosts:
-            self.missing[number] = set(self.hosts[number])
-            self.left.add(number)
-            self.awaited.add(number)
-            self.begun.discard(number)
+        for saying in self.sayings:
+            saying.take_back()  # if it has not come, it was not needed
+        return self.unanswered
 
 
 #: For a neighbour to take what is lent; otherwise it is sent sums.
@@ -217,8 +201,7 @@ NOTHING_LAID = Laid({}, {}, frozenset())
 class HostRound:
     """One server's part in it, as a host leader, a primary or a neighbour.
 
-    What is done for a slice says whether it is done `again`: what was begun early is left alone when the forecast of
-    its round has not held.
+    What is done for a slice names its turn. If another turn has replaced that one, nothing more is done.
     """
 
     def __init__(
@@ -240,7 +223,7 @@ class HostRound:
         self.is_closed, turn, self.turn = True, self.turn, None
         for outbox in self._outboxes.values():
             outbox.close()
-        said = [saying for _, saying in turn.sayings] if turn is not None else []
+        said = turn.sayings if turn is not None else []
         return [*said, *(saying for place in self.laid.places.values() for saying in place.given)]
 
     def here(self, turn: Turn) -> Counted:
@@ -254,27 +237,27 @@ class HostRound:
     def is_primary(self, place: HostSlot) -> bool:
         return self._deputies.primary(place.number) == self._name
 
-    def do(self, turn: Turn, place: HostSlot, anew: bool, action: Callable[[], None]) -> None:
+    def do(self, turn: Turn, place: HostSlot, action: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 if not self.is_closed:
                     action()
             except Exception as error:  # whoever waits must hear of it, whatever it is; unless it was for nothing
                 with self.lock:
-                    is_wanted = self._is_wanted(turn, place, anew)
+                    is_wanted = self.turn is turn
                     if is_wanted and turn.work is None:
-                        turn.errors[place.number] = error
+                        turn.error = error
                 if is_wanted and turn.work is not None:
                     self._failed(turn.work, error)
 
         self._pool.submit(run)
 
-    def _is_free(self, turn: Turn, place: HostSlot, anew: bool, action: Callable[[], None]) -> bool:
+    def _is_free(self, turn: Turn, place: HostSlot, action: Callable[[], None]) -> bool:
         """Whether no neighbour reads there what the round before has left; if one does, this is done after that."""
         with self.lock:
             if all(saying.is_acknowledged for saying in place.given):
                 return True
-            place.waiting.append(lambda: self.do(turn, place, anew, action))
+            place.waiting.append(lambda: self.do(turn, place, action))
             return False
 
     def _freed(self, place: HostSlot) -> None:
@@ -287,17 +270,13 @@ class HostRound:
 
     # -- sums ---------------------------------------------------------------------------------------------
 
-    def _is_wanted(self, turn: Turn, place: HostSlot, anew: bool) -> bool:
-        """Under the lock: whether the round that this is done for is still the one, and the slice not begun again."""
-        return self.turn is turn and place.number in turn.by_number and turn.is_anew(place.number) == anew
-
-    def add(self, turn: Turn, place: HostSlot, anew: bool) -> None:
+    def add(self, turn: Turn, place: HostSlot) -> None:
         """This host's gradients."""
-        if not self._is_free(turn, place, anew, functools.partial(self.add, turn, place, anew)):
+        if not self._is_free(turn, place, functools.partial(self.add, turn, place)):
             return
         with place.lock:
             with self.lock:
-                if not self._is_wanted(turn, place, anew):
+                if self.turn is not turn:
                     return
                 here, equal = self.here(turn), turn.equal
                 if turn.work is None:
@@ -305,28 +284,28 @@ class HostRound:
             with self._hosting.home.at_work():
                 lay_shares(place.slot, here, place.wide, equal)
         if self.is_primary(place):
-            self._has_come(turn, place, anew, self.host)
+            self._has_come(turn, place, self.host)
         else:
             primary = self.laid.partners[self._deputies.primary(place.number)]
-            message = HostSum(self.generation, turn.number, place.number, anew)
-            self._say(turn, place, anew, ReliableSend(primary, message, [place.wide_bytes]))
+            message = HostSum(self.generation, turn.number, place.number, turn.is_again)
+            self._say(turn, ReliableSend(primary, message, [place.wide_bytes]))
 
-    def _has_come(self, turn: Turn, place: HostSlot, anew: bool, host: str) -> None:
+    def _has_come(self, turn: Turn, place: HostSlot, host: str) -> None:
         with self.lock:
-            if not self._is_wanted(turn, place, anew):
+            if self.turn is not turn:
                 return
             turn.missing[place.number].discard(host)
             is_last = not turn.missing[place.number]
         if is_last:
-            self._finish(turn, place, anew)
+            self._finish(turn, place)
 
-    def _finish(self, turn: Turn, place: HostSlot, anew: bool) -> None:
+    def _finish(self, turn: Turn, place: HostSlot) -> None:
         """At its primary: the sums of all hosts are here."""
-        if not self._is_free(turn, place, anew, functools.partial(self._finish, turn, place, anew)):
+        if not self._is_free(turn, place, functools.partial(self._finish, turn, place)):
             return
         with place.lock:
             with self.lock:
-                if not self._is_wanted(turn, place, anew):
+                if self.turn is not turn:
                     return
                 counted, equal, weight, pushed = turn.counted, turn.equal, turn.weight, turn.hosts[place.number]
                 hosts = [host for host in place.host_leaders if host in pushed and host != self.host]
@@ -335,43 +314,43 @@ class HostRound:
                 place.add(others, is_first=self.host not in pushed)
                 divide(place.slot, counted, place.wide, weight, equal)
                 assert place.region is not None
-                narrow(place.slot, place.wide, place.region.flat)
+                narrow(place.wide, place.region.flat)
         with self.lock:
             place.spare += others
-        self._give(turn, place, anew)
+        self._give(turn, place)
 
-    def _give(self, turn: Turn, place: HostSlot, anew: bool) -> None:
+    def _give(self, turn: Turn, place: HostSlot) -> None:
         """The sum is here: to those who have it from here."""
         assert place.region is not None
-        message = WholeSum(self.generation, turn.number, place.number, anew)
+        message = WholeSum(self.generation, turn.number, place.number, turn.is_again)
         data = [buffer_of(place.region.array)]
         near = self._deputies.neighbours(self._name)
         far = [name for name in place.host_leaders.values() if name != self._name] if self.is_primary(place) else []
         partners, readers, freed = self.laid.partners, self.laid.readers, functools.partial(self._freed, place)
         given = [ReliableSend(partners[name], message, then=freed) for name in near if name in readers]
         with self.lock:
-            if not self._is_wanted(turn, place, anew):
+            if self.turn is not turn:
                 return
             place.given = given
         for saying in given:
             saying.send()
         for name in [*(name for name in near if name not in readers), *far]:
-            self._say(turn, place, anew, ReliableSend(partners[name], message, data))
-        self._has(turn, place, anew)
+            self._say(turn, ReliableSend(partners[name], message, data))
+        self._has(turn, place)
 
-    def _say(self, turn: Turn, place: HostSlot, anew: bool, saying: ReliableSend) -> None:
+    def _say(self, turn: Turn, saying: ReliableSend) -> None:
         name = saying.partner.name
         with self.lock:
-            if self.is_closed or not self._is_wanted(turn, place, anew):
+            if self.is_closed or self.turn is not turn:
                 return
-            turn.sayings.append((place.number, saying))
+            turn.sayings.append(saying)
             if name not in self._outboxes:
                 self._outboxes[name] = Outbox(name)
             self._outboxes[name].put(saying)
 
-    def _has(self, turn: Turn, place: HostSlot, anew: bool) -> None:
+    def _has(self, turn: Turn, place: HostSlot) -> None:
         with self.lock:
-            if not self._is_wanted(turn, place, anew):
+            if self.turn is not turn:
                 return
             assert place.region is not None and place.number in turn.left
             turn.sums.put(place.slot, place.region, pieces_of(place.slot, turn.counted))
@@ -387,7 +366,7 @@ class HostRound:
         host = self._deputies.host_of(request.peer.name)
         with self.lock:
             place = turn.by_number.get(message.slice)
-            is_wanted = place is not None and self._is_wanted(turn, place, message.anew)
+            is_wanted = self.turn is turn and place is not None and message.again == turn.is_again
             is_new = is_wanted and host in turn.missing[message.slice]
             if place is not None and is_new and host not in place.parts:
                 place.parts[host] = np.frombuffer(request.payload[0], np.uint8)
@@ -395,39 +374,39 @@ class HostRound:
                 is_new = False
         request.reply(Done())
         if place is not None and is_new:
-            self.do(turn, place, message.anew, functools.partial(self._has_come, turn, place, message.anew, host))
+            self.do(turn, place, functools.partial(self._has_come, turn, place, host))
 
     def take_whole(self, turn: Turn, request: Request, message: WholeSum) -> None:
         """At a host leader or a neighbour: the sum of all."""
         is_lent = not request.payload
         with self.lock:
             place = turn.by_number.get(message.slice)
-            is_wanted = place is not None and self._is_wanted(turn, place, message.anew)
+            is_wanted = self.turn is turn and place is not None and message.again == turn.is_again
             is_new = is_wanted and message.slice in turn.awaited
             is_kept = is_wanted and is_lent
             if is_new:
                 turn.awaited.discard(message.slice)
             if is_kept:
-                turn.unanswered.append((message.slice, request))  # until the round is through, it is read there
+                turn.unanswered.append(request)  # until the round is through, it is read there
         if not is_kept:
             request.reply(Done())
         if place is not None and is_new:
             data = None if is_lent else np.frombuffer(request.payload[0], np.uint8)
-            got = functools.partial(self._got, turn, place, message.anew, request.peer.name, data)
-            self.do(turn, place, message.anew, got)
+            got = functools.partial(self._got, turn, place, request.peer.name, data)
+            self.do(turn, place, got)
 
-    def _got(self, turn: Turn, place: HostSlot, anew: bool, sender: str, data: Bytes | None) -> None:
-        if not self._is_free(turn, place, anew, functools.partial(self._got, turn, place, anew, sender, data)):
+    def _got(self, turn: Turn, place: HostSlot, sender: str, data: Bytes | None) -> None:
+        if not self._is_free(turn, place, functools.partial(self._got, turn, place, sender, data)):
             return
         with place.lock:
             with self.lock:
-                if not self._is_wanted(turn, place, anew):
+                if self.turn is not turn:
                     return
             if data is None:
                 place.read_in(self._lent(sender)[place.number])
             else:
                 place.take(data)
         if self.is_deputy(place.number):
-            self._give(turn, place, anew)
+            self._give(turn, place)
         else:
-            self._has(turn, place, anew)
+            self._has(turn, place)

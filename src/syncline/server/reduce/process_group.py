@@ -15,16 +15,15 @@ import torch.distributed
 from torch._C._distributed_c10d import Store
 
 from syncline.config import JobConfig
-from syncline.core.forecast import ForecastOutcome, Forecasts
 from syncline.core.members import Member
-from syncline.core.ring import check_circle_hosts, partner_of
+from syncline.core.ring import check_process_group_hosts, partner_of
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import GroupStoreKey
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError
 from syncline.net.rpc import Request
 from syncline.server.hosting import Hosting
-from syncline.server.reduce.reducer import Counted, Early, Failed, Summed, forecast_commits, settle_forecast
+from syncline.server.reduce.reducer import Counted, Early, Failed, NextRound, Summed, expected_commits
 from syncline.server.reduce.sums import Bucket, Pending, Reduce, Sums, counted_in, equal_weight
 from syncline.server.reliable_send import ReliableSend
 from syncline.server.slices import RoundSums
@@ -111,11 +110,11 @@ class GroupStore(Store):
 class GroupRound:
     """One round's, in the thread of its process group."""
 
-    def __init__(self, sums: Sums, forecast: Counted, own_worker: str, reduce: Reduce) -> None:
-        """`forecast`: its commits, as they are expected; none: nothing is added up before it is whole."""
+    def __init__(self, sums: Sums, expected: Counted, own_worker: str, reduce: Reduce) -> None:
+        """`expected`: its commits; none: nothing is added up before it is complete."""
         self._sums, self._own_worker, self._reduce = sums, own_worker, reduce
-        self._forecast, self._pending = forecast, list[Pending]()
-        self._buckets = sums.buckets(forecast)
+        self._expected, self._pending = expected, list[Pending]()
+        self._buckets = sums.buckets(expected)
 
     @property
     def num_begun(self) -> int:
@@ -124,7 +123,7 @@ class GroupRound:
 
     def go_on(self, staged: Early) -> None:
         """With what this server's worker has staged: as many buckets as are whole by that, the next one first."""
-        own = self._own(self._forecast)
+        own = self._own(self._expected)
 
         def is_ready(bucket: Bucket) -> bool:
             if not all(staged.has_all(own, number) for number in bucket.awaits(own)):
@@ -133,7 +132,7 @@ class GroupRound:
             return True
 
         with contextlib.suppress(KeyError):  # that worker has left: the round will be another one
-            self._enter(own, self._forecast, is_ready)
+            self._enter(own, self._expected, is_ready)
 
     def _own(self, commits: Counted) -> Counted:
         return [commit for commit in commits if commit.worker == self._own_worker]
@@ -146,21 +145,23 @@ class GroupRound:
             bucket.lay(own, equal)
             self._pending.append(self._reduce(bucket.flat))
 
-    def make(self, work: RoundTask, outcome: ForecastOutcome) -> RoundSums:
-        """The round is whole."""
+    def make(self, work: RoundTask, holds: bool) -> RoundSums:
+        """The round is complete. `holds`: it is the one that was expected.
+
+        All servers make the calls of the expected round, whatever the round turned out to be, and then those of the
+        round itself. So the order of calls is the same everywhere.
+        """
         counted = counted_in(work)
-        if outcome.was_forecast:
-            self._enter(self._own(counted) if outcome.held else (), counted, lambda bucket: True)
+        self._enter(self._own(counted) if holds else (), counted, lambda bucket: True)
         for under_way in self._pending:
             under_way.wait()
+        buckets = self._buckets
+        if not holds:
+            buckets = self._sums.buckets(counted)
+            self._add_up(buckets, counted)
         found = RoundSums()
-        if outcome.was_forecast and outcome.held:
-            again = [bucket for bucket in self._buckets if any(map(outcome.is_anew, bucket.numbers))]
-            self._take([bucket for bucket in self._buckets if bucket not in again], work, counted, found)
-        else:
-            again = self._sums.buckets(counted)
-        self._add_up(again, counted)
-        self._take(again, work, counted, found)
+        for bucket in buckets:
+            bucket.read(counted, work.weight, equal_weight(counted), found)
         return found
 
     def _add_up(self, buckets: Sequence[Bucket], counted: Counted) -> None:
@@ -170,10 +171,6 @@ class GroupRound:
             pending.append(self._reduce(bucket.flat))
         for under_way in pending:
             under_way.wait()
-
-    def _take(self, buckets: Sequence[Bucket], work: RoundTask, counted: Counted, found: RoundSums) -> None:
-        for bucket in buckets:
-            bucket.read(counted, work.weight, equal_weight(counted), found)
 
 
 dist: Any = torch.distributed  # which types know little of
@@ -232,7 +229,7 @@ class ProcessGroupReducer:
         """`form` makes the process group, when all others do; `is_whole`: all slices that are to be here are;
         `failed`: no change has followed what went wrong."""
         self.names, self._is_whole = names, is_whole
-        self._own_worker, self._forecasts = own_worker, Forecasts()
+        self._own_worker, self._next_round = own_worker, NextRound()
         self._staged = Early()
         self._circling: GroupRound | None = None  # the next round, or the one that is added up
         self._is_free = True  # the round before is applied: its memory may be used again
@@ -321,13 +318,13 @@ class ProcessGroupReducer:
 
     def _next(self) -> GroupRound:
         if self._circling is None:
-            forecast = forecast_commits(self._forecasts.next)
-            self._circling = GroupRound(self._sums, forecast, self._own_worker, self._reduce)
+            expected = expected_commits(self._next_round.expected)
+            self._circling = GroupRound(self._sums, expected, self._own_worker, self._reduce)
         return self._circling
 
     def _go_early(self) -> None:
         """What goes wrong is told when the round is whole: until then a change may follow."""
-        if self._formed is None or not self._is_free or self._broken is not None or not self._forecasts.next:
+        if self._formed is None or not self._is_free or self._broken is not None or not self._next_round.expected:
             return
         try:
             with self._home.at_work():
@@ -340,8 +337,7 @@ class ProcessGroupReducer:
             raise self._broken
         with self._home.at_work():
             circling, self._circling, self._is_free = self._next(), None, False
-            num_slices = sum(len(bucket.numbers) for bucket in self._sums.buckets(counted_in(work)))
-            found = circling.make(work, settle_forecast(self._forecasts, work, num_slices))
+            found = circling.make(work, self._next_round.settle(work))
             self._home.settle()
         return found
 
@@ -392,7 +388,7 @@ class ProcessGroupReducers:
 
     def _form(self, generation: int, names: Sequence[str]) -> Formed:
         members = self._hosting.members_named(names)
-        check_circle_hosts(self._config, [member.host for member in members])
+        check_process_group_hosts(self._config, [member.host for member in members])
         others = self._hosting.partners_named(names)
         for partner in others:
             with contextlib.suppress(SynclineError, OSError):  # what is said to it is said again

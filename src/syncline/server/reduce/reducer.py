@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from syncline.core.forecast import CommitShare, ForecastOutcome, Forecasts
-from syncline.core.layout import Slice
+from syncline.core.layout import Ranges, Slice
 from syncline.core.members import by_name
 from syncline.core.rounds import Commit
 from syncline.core.slice_state import Identity
@@ -51,7 +50,7 @@ class Early:
         return found if found is not None and found.clock == commit.clock else _NONE
 
     def with_arrays(self, commits: Counted) -> Counted:
-        """These commits, which are forecast, with what they have staged."""
+        """These commits, which are expected, with what they have staged."""
         for commit in commits:
             commit.item.arrays = self._of(commit).arrays
         return commits
@@ -60,8 +59,49 @@ class Early:
 _NONE = _Staged(0, lambda part: None, set())
 
 
-def forecast_commits(shares: Sequence[CommitShare]) -> Counted:
-    """The commits of a forecast, as far as they count."""
+class CommitShare(NamedTuple):
+    """One commit of a round, as far as sums depend on it."""
+
+    worker: str
+    incarnation: int
+    clock: int
+    weight: float
+    pushed: Ranges
+
+
+class NextRound:
+    """The next round of a generation, and whether its sums begin during backward.
+
+    They do after two rounds in a row with the same workers, weights and parameters, whose gradients were staged
+    during backward and not edited after it. The next round is expected to be like these two, and its gradients are
+    added up as they become ready. If it turns out to be another round, all of it is added up again. All servers see
+    the same rounds in the same order, so all of them expect the same.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  #: of this round, in its generation
+        self.expected: tuple[CommitShare, ...] = ()  #: its commits; empty: sums begin when the round is complete
+        self._like_last: tuple[CommitShare, ...] = ()
+
+    def settle(self, work: RoundTask) -> bool:
+        """The round is complete. Returns whether sums that began for the expected round count."""
+        shares = tuple(
+            CommitShare(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits
+        )
+        items = [commit.item for commit in work.commits]
+        is_plain = not work.skip and not any(item.is_edited for item in items)
+        is_like_last = is_plain and shares == self._like_last
+        holds = is_like_last and bool(self.expected)
+        following = tuple(share._replace(clock=share.clock + 1) for share in shares)
+        self._like_last = following if is_plain else ()
+        is_early = is_like_last and all(item.is_early for item in items)
+        self.expected = following if is_early and any(share.weight > 0 for share in shares) else ()
+        self.number += 1
+        return holds
+
+
+def expected_commits(shares: Sequence[CommitShare]) -> Counted:
+    """The commits of an expected round, as far as they count."""
     counted = []
     for share in shares:
         item = StagedCommit(share.incarnation, 0, 0)
@@ -69,14 +109,6 @@ def forecast_commits(shares: Sequence[CommitShare]) -> Counted:
         if share.weight > 0:
             counted.append(Commit(share.worker, share.incarnation, share.clock, item))
     return counted
-
-
-def settle_forecast(forecasts: Forecasts, work: RoundTask, num_slices: int) -> ForecastOutcome:
-    """A round is whole: what of its forecast has held. `num_slices`: of the round."""
-    shares = [CommitShare(*key_of(commit), commit.item.weight, commit.item.pushed) for commit in work.commits]
-    changed = {number for commit in work.commits for number in commit.item.changed}
-    is_early = all(commit.item.is_early for commit in work.commits)
-    return forecasts.settle(shares, changed, num_slices, is_early=is_early, skip=work.skip)
 
 
 #: For what made sums in a generation that is over to be out of it, at the end of a server.

@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from syncline.core.layout import INTEGERS, Piece, Segment, Slice
+from syncline.core.layout import Piece, Segment, Slice
 from syncline.core.rounds import Commit
+from syncline.server.reduce.kernels import add_up, narrow, sum_dtype
 from syncline.server.replicate import Region
 from syncline.server.rules import Source
 from syncline.server.slices import HostedSlice, RoundSums
@@ -19,7 +20,6 @@ from syncline.server.tasks import RoundTask, StagedCommit
 
 #: Slices are added up together until they have so many bytes: each call has its price.
 BUCKET_BYTES = 16 << 20
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Pending(Protocol):
@@ -79,7 +79,7 @@ class Bucket:
         """It is added up: its slices have their sums."""
         for slot, (wide, region) in self._sums:
             has = divide(slot, counted, wide, weight, equal)
-            narrow(slot, wide, region.flat)
+            narrow(wide, region.flat)
             found.put(slot, region, has)
 
 
@@ -146,11 +146,8 @@ def _assigned(segment: Segment, pieces: Sequence[Piece]) -> list[bool]:
 
 
 def wide_of(segment: Segment, part: Slice) -> torch.dtype:
-    """In which a slice is added up: halves in single precision, means of integers as fractions."""
-    kind: torch.dtype = getattr(torch, part.dtype)
-    if part.dtype in INTEGERS:
-        return torch.float64 if any(averages(segment, segment.pieces(part))) else torch.int64
-    return torch.float32 if kind in _HALF else kind
+    """In which a slice is added up."""
+    return sum_dtype(part.dtype, averages=any(averages(segment, segment.pieces(part))))
 
 
 def wide_type(slot: HostedSlice) -> torch.dtype:
@@ -169,38 +166,19 @@ def lay_shares(
             sources.append((array, item.weight, has))
     weighs = [equal is None and averaged for averaged in averages(slot.segment, slot.pieces)]
     if sources and all(all(has) for _, _, has in sources) and len(set(weighs)) == 1:
-        _add_up([(array, weight) for array, weight, _ in sources], wide, weighs[0])
+        add_up([(array, weight) for array, weight, _ in sources], wide, weighted=weighs[0])
         return
     wide.zero_()
     for index, weighted in enumerate(weighs):
         here = [(slot.rules.view(array, index), weight) for array, weight, has in sources if has[index]]
         if here:
-            _add_up(here, slot.rules.view(wide, index), weighted)
-
-
-def _add_up(sources: Sequence[tuple[torch.Tensor, float]], wide: torch.Tensor, weighted: bool) -> None:
-    (first, weight), *rest = sources
-    if rest and not weighted and first.dtype == wide.dtype:
-        torch.add(first, rest.pop(0)[0], out=wide)
-    else:
-        wide.copy_(first)
-        if weighted:
-            wide.mul_(weight)
-    for tensor, weight in rest:
-        wide.add_(tensor, alpha=weight if weighted else 1)
+            add_up(here, slot.rules.view(wide, index), weighted=weighted)
 
 
 def pieces_of(slot: HostedSlice, commits: Sequence[Commit[StagedCommit]]) -> list[int]:
     """Those of a slice that any of these has pushed."""
     pushed = [slot.has(commit.item.pushed) for commit in commits]
     return [index for index in range(len(slot.pieces)) if any(has[index] for has in pushed)]
-
-
-def narrow(slot: HostedSlice, wide: torch.Tensor, flat: torch.Tensor) -> None:
-    """A sum, in the type of its slice."""
-    if flat is not wide:
-        is_mean = slot.part.dtype in INTEGERS and wide.is_floating_point()
-        flat.copy_(wide.round_() if is_mean else wide)
 
 
 def divide(

@@ -1,4 +1,4 @@
-"""A worker's boundaries: the moments at which all that its script has read is in commits."""
+"""A worker's boundaries: the moments when everything that its script has read is in commits."""
 
 from __future__ import annotations
 
@@ -7,60 +7,67 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-#: Where in its script a worker is: the loop over an epoch of a loader, a barrier and its turn, a step, the end.
+#: A place in the script: the loop over an epoch, a barrier and its turn, a step, the end.
 Position = tuple[str, str, int]
 STEP: Position = ("step", "", 0)
 END: Position = ("end", "", 0)
 
 
 class Watcher(Protocol):
-    """Looks at a script's boundaries."""
+    """Observes a script's boundaries."""
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
-        """The script is at a boundary, the first one behind the clock `after`; `waits`: it waits there for others,
-        and this may be another thread than its own."""
+        """The script is at a boundary, the first one after the clock `after`. `waits`: it waits there for others;
+        this may run in another thread.
+        """
 
     def handed_out(self) -> None:
-        """The script has got a batch."""
+        """The script has received a batch."""
 
 
 class Boundary:
-    """Passed by the script's thread at every batch; costs a look at a flag while there is no watcher."""
+    """Passed by the script's thread at every batch; costs one flag check without a watcher."""
 
     def __init__(
         self, clock: Callable[[], int], is_in_loop: Callable[[], bool], is_any_held: Callable[[], bool]
     ) -> None:
-        """`clock`: commits begun so far. `is_in_loop`: over a loader of ours. `is_any_held`: whether the script has
-        read something that is in no commit."""
+        """`clock`: commits begun so far. `is_in_loop`: whether the script is in a loop over one of our loaders.
+        `is_any_held`: whether the script has read something that is not in a commit.
+        """
         self.clock, self.is_in_loop, self._is_any_held = clock, is_in_loop, is_any_held
-        self.stride = 0  #: commits between the last two boundaries that were apart; 0: there was one at most
+        self.stride = 0  #: commits between the last two distinct boundaries; 0: unknown
         self._pending: list[Callable[[], bool]] = []
         self._before_place: list[Callable[[], object]] = []
+        self._before_epoch: list[Callable[[], object]] = []
         self._on_stop: Callable[[Position, int], None] | None = None
-        self.notes_stop = False  #: whether the end of training by a rule is still to be noted
+        self.notes_stop = False  #: whether the end of training by a rule must still be noted
         self._lock = threading.RLock()
         self._watchers: tuple[Watcher, ...] = ()
-        self._last = -1  # the clock at the boundary before
+        self._last = -1  # the clock at the last boundary
         self._stopped_at = -1  # the clock where training ended by a rule
         self._position = STEP
         self._waits_at: Position | None = None
         self._turns: dict[tuple[str, str], int] = {}
 
     def hold_back(self, is_pending: Callable[[], bool]) -> None:
-        """While this is so, something is under way that no commit has: the script is at no boundary."""
+        """While `is_pending` is true, uncommitted work exists: the script is at no boundary."""
         self._pending.append(is_pending)
 
     def before_place(self, action: Callable[[], object]) -> None:
-        """The script calls this before it waits at a barrier or a save."""
+        """Runs `action` before the script waits at a barrier or a save."""
         self._before_place.append(action)
 
+    def before_epoch(self, action: Callable[[], object]) -> None:
+        """The script calls this when it begins to loop over an epoch, before the first boundary there."""
+        self._before_epoch.append(action)
+
     def note_stop(self, action: Callable[[Position, int], None]) -> None:
-        """Calls this where training ends by a rule."""
+        """Runs `action` where training ends by a rule."""
         self._on_stop, self.notes_stop = action, True
 
     @property
     def is_clean(self) -> bool:
-        """Whether all that the script has read is in commits."""
+        """Whether everything that the script has read is in commits."""
         return not (self._is_any_held() or any(is_pending() for is_pending in self._pending))
 
     @property
@@ -78,34 +85,33 @@ class Boundary:
             self._watchers = tuple(known for known in self._watchers if known is not watcher)
 
     def watch_while(self, watcher: Watcher, is_wanted: Callable[[], bool]) -> None:
-        """The watcher looks from now on, or no more: as is wanted at the last of several calls."""
+        """Adds or removes the watcher, depending on `is_wanted` at the last of several calls."""
         with self._lock:
             (self.watch if is_wanted() else self.unwatch)(watcher)
 
     def passed(self, position: Position) -> None:
-        """The script comes for its next batch, or begins its next step; before anything of it is read."""
+        """The script asks for its next batch or begins its next step; nothing of it is read yet."""
         clock = self.clock()
         after, self._position = self._go_to(clock), position
         if self._watchers:
             self._look(position, after, clock, waits=False)
 
     def _go_to(self, clock: int) -> int:
-        """This is a boundary; the clock behind which it is the first."""
+        """Moves to this boundary. Returns the clock after which it is the first one."""
         before, self._last = self._last, clock
         if 0 <= before < clock:
             self.stride = clock - before
         return min(before, clock - 1)
 
     def stepped(self) -> None:
-        """A step was made, or may begin: in a script without a loop over one of our loaders that is a boundary, once
-        for every clock."""
+        """A step was made or may begin: a boundary in a script without our loaders, once per clock."""
         if self.clock() != self._last and not self.is_in_loop():
             self.passed(STEP)
 
     def stops(self, position: Position) -> None:
-        """Training ends here by a rule: what the script does from now on, through epochs that it does not read, is
-        not what a job does that goes on from here. Outside of loops the last one counts: each of several optimizers
-        may still finish its step."""
+        """A rule ends training here. A resumed job continues from here, whatever the script does until its end.
+        Outside of loops the last call counts: each of several optimizers may finish its step.
+        """
         action, clock = self._on_stop, self.clock()
         if position != STEP:
             self._on_stop, self.notes_stop = None, False
@@ -116,29 +122,35 @@ class Boundary:
             action(position, clock)
 
     def hands_out(self) -> None:
-        """The script gets a batch."""
+        """The script receives a batch."""
         for watcher in self._watchers:
             watcher.handed_out()
 
     @contextlib.contextmanager
     def waiting(self, position: Position | None = None) -> Iterator[None]:
-        """While this lasts the script stands still at the boundary where it is: another thread may look at it."""
+        """Context in which the script waits at the current boundary; other threads may observe it."""
         with self._lock:
             before, self._waits_at = self._waits_at, position or self._position
         try:
             self.look_where_it_waits()
             yield
         finally:
-            with self._lock:  # not while a watcher looks
+            with self._lock:  # not while a watcher observes
                 self._waits_at = before
 
     def place(self, kind: str, name: str) -> Position:
-        """Where the script comes to now. What a loop comes to is not counted: batches that are done are not looped
-        over again."""
+        """The place that the script reaches now. Places within a loop are not counted, since finished batches are
+        not repeated.
+        """
         self.comes_to_place()
         turn = self._turns.get((kind, name), 0) + (not self.is_in_loop())
         self._turns[kind, name] = turn
         return kind, name, turn
+
+    def begins_epoch(self) -> None:
+        """The script is about to read an epoch: what it does between two epochs is done."""
+        for action in self._before_epoch:
+            action()
 
     def comes_to_place(self) -> None:
         """The script is about to wait at a barrier or a save."""
@@ -146,12 +158,11 @@ class Boundary:
             action()
 
     def standing(self, position: Position | None = None) -> contextlib.AbstractContextManager[None]:
-        """As `waiting`; but in a loop its batch is read already, and what is behind this wait belongs to that one: it
-        is no boundary."""
+        """Like `waiting`, but no boundary inside a loop: there the batch is already read."""
         return contextlib.nullcontext() if self.is_in_loop() else self.waiting(position)
 
     def look_where_it_waits(self) -> None:
-        """From any thread: if the script waits at a boundary, watchers are told."""
+        """From any thread: tells watchers if the script waits at a boundary."""
         with self._lock:
             if self._watchers and self._waits_at is not None:
                 clock = self.clock()

@@ -1,7 +1,7 @@
-"""A script's state as a tree of JSON and tensors beside it: no pickle, nothing that runs code when it is read.
+"""Encodes a script's state as JSON and tensors: no pickle, nothing that runs code on load.
 
-In the tree, None, bools, texts, lists and usual numbers stand for themselves; all else is an object with one key that
-says what it is. What has bytes (arrays, tensors, bytes) lies in the tensors, and the tree has its number.
+None, bools, texts, lists and ordinary numbers stand for themselves; everything else is an object with one key that
+names its type. Arrays, tensors and bytes are stored as tensors; the tree has their numbers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _KIND_OF: dict[type, str] = {kind: name for name, kind in {**_SEQUENCES, **_MAPP
 
 
 class Encoder:
-    """Makes the tree of some values; `tensors` has what lies beside it, as copies."""
+    """Encodes values as a tree; `tensors` holds copies of the binary data."""
 
     def __init__(self, *, copies: bool = True) -> None:
-        """`copies`: else it is only looked whether everything can be saved."""
+        """`copies`: False only checks whether everything can be saved."""
         self.tensors: list[tuple[str, tuple[int, ...], Bytes]] = []  # dtype, shape, bytes
         self._copies = copies
 
     def encode(self, value: Any, path: str) -> Any:
-        """`path`: what the value is called in messages."""
+        """`path`: the name of the value in messages."""
         try:
             return self._encode(value, path, 0)
         except RecursionError:
@@ -115,7 +115,7 @@ def to_json(tree: Any) -> bytes:
 
 
 def from_json(data: bytes) -> Any:
-    """The tree; what is none, or a huge one, is a StoreError."""
+    """Parses the tree; a StoreError if it is invalid or too large."""
     if len(data) > MAX_TREE_BYTES:
         raise StoreError(f"a script's state has a tree of {len(data)} bytes; at most {MAX_TREE_BYTES} are read")
     try:
@@ -125,7 +125,7 @@ def from_json(data: bytes) -> Any:
 
 
 def decode(tree: Any, read: Callable[[int], Bytes], device: Any = "cpu") -> Any:
-    """The values of a tree. `read` gives the bytes of a tensor by its number; tensors of a GPU go to `device`."""
+    """Decodes a tree. `read` returns the bytes of a tensor by number; GPU tensors go to `device`."""
     try:
         return _decode(tree, read, device, 0)
     except StoreError:

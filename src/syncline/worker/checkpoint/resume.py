@@ -1,7 +1,8 @@
-"""What a script gets back after a restart: from a checkpoint, or from notes that it sent to the coordinator.
+"""Restores a script's state after a restart: from a checkpoint, or from notes sent to the coordinator.
 
-Notes are taken by the script's own thread at a boundary, in at most 1 % of its time, and not at every step. In a job
-that resumed, `ScriptResume` puts the saved state back until the script goes on from there.
+Notes are taken by the script's own thread at a boundary: at the beginning of every epoch, after its schedulers have
+stepped, and between these in at most 1 % of its time. In a job that resumed, `ScriptResume` puts the saved state back
+until the script goes on from there.
 """
 
 from __future__ import annotations
@@ -26,37 +27,37 @@ from syncline.worker.checkpoint.boundary import Boundary, Position
 from syncline.worker.checkpoint.encoding import TREE, from_json
 from syncline.worker.checkpoint.script_state import SavedScriptState, ScriptState
 
-#: Where a script may stand, besides its loops, when it comes to the place again.
+#: Places besides loops at which a script may continue.
 PLACES = ("barrier", "save")
 
 
 class ScriptResume:
     """Puts the script's state back at every boundary, up to the place where it was noted or to the first batch.
 
-    So what the script does on its way there is undone: for example a scheduler that steps through finished epochs.
+    This undoes what the script does on its way there, for example a scheduler that steps through finished epochs.
     """
 
     def __init__(
         self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool, is_late: bool = False
     ) -> None:  # fmt: skip
-        """`may_be`: there are checkpoints in this job at all, or others have gone on before this worker came."""
+        """`may_be`: whether there can be saved state: the job has checkpoints, or this worker is late."""
         self._name, self._boundary, self._ask = name, boundary, ask
         self._is_late = is_late
         self._state: ScriptState | None = None
         self._saved: SavedScriptState | None = None
         self._is_known = not may_be
         self._reached = False
-        self.own_step = 0  #: steps that this worker had made before
-        self.is_over = not may_be  #: the script goes on by itself
+        self.own_step = 0  #: this worker's steps before
+        self.is_over = not may_be  #: the script continues by itself
 
     def begin(self, state: ScriptState) -> None:
         self._state = state
         if not self.is_over:
             self._boundary.watch(self)
-            self._boundary.before_place(lambda: self.name)  # reads what was saved: others may look at the place
+            self._boundary.before_place(lambda: self.name)  # loads the saved state, whose place others may need
 
     def saved(self) -> SavedScriptState | None:
-        """What this worker's script saved, or the chief's where it saved nothing. In the script's thread."""
+        """The saved state of this worker's script, else the chief's. Call it in the script's thread."""
         if not self._is_known:
             self._is_known = True
             answer = self._ask(AskResume())
@@ -74,12 +75,13 @@ class ScriptResume:
         if answer.note is None:
             return None
         found = noted_script(answer.note, answer.noted_by, is_own=answer.noted_by == self._name)
-        found.behind = behind  # what was too large for a note
+        found.behind = behind  # state too large for a note
         return found
 
     def went_on(self) -> None:
-        """This script has left out epochs that the others have made, with all that scripts do in them, such as a
-        scheduler's step: their state comes here."""
+        """This script skipped epochs that other workers have made: takes over their state, for example of
+        schedulers.
+        """
         if not self._is_late or self._state is None:
             return
         answer = self._ask(AskResume(others_first=True))
@@ -88,26 +90,27 @@ class ScriptResume:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint, while it is being put back."""
+        """The name of the checkpoint while it is being restored."""
         saved = None if self.is_over else self.saved()
         return saved.name if saved is not None else ""
 
     def put_back(self) -> None:
-        """Now, if it is not over."""
+        """Restores the state, unless that is over."""
         if not self.is_over and (saved := self.saved()) is not None:
             assert self._state is not None
             self._state.put_back(saved)
 
     def begins_step(self) -> None:
-        """An optimizer's step begins, in a script without a loop over our loaders: but for the random states, which
-        it has drawn from for this step, everything is as it was saved."""
+        """An optimizer's step begins in a script without our loaders: restores everything but the random states,
+        which this step has already used.
+        """
         saved = None if self.is_over else self.saved()
         if saved is not None and saved.position[0] == "step" and not self._boundary.is_in_loop():
             assert self._state is not None
             self._state.put_back(saved, random=False)
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
-        if waits:  # also another thread's; where the script stands again where it stood
+        if waits:  # also in other threads, if the script waits at the same place again
             is_place = self._saved is not None and self._saved.position == position and not self._reached
             if position[0] in PLACES and is_place:
                 self._reached = True
@@ -135,7 +138,7 @@ class ScriptResume:
 
 
 def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedScriptState:
-    """What a worker has noted of its script, checked as a file is."""
+    """Validates a worker's note of its script."""
     tensors = [np.frombuffer(data, np.uint8).copy() for _, _, data in note.tensors]
 
     def read(number: int) -> Bytes:
@@ -150,7 +153,7 @@ def noted_script(note: NoteScript, name: str, *, is_own: bool) -> SavedScriptSta
 
 
 def read_script(name: str, url: str, digest: str) -> SavedScriptState | None:
-    """What a checkpoint has of this worker's script, read and checked; None: no script was saved with it."""
+    """Reads and validates this worker's script state in a checkpoint; None if there is none."""
     folder = open_folder(url)
     manifest, _ = read_manifest(folder, digest)
     script = _script_of(name, manifest.scripts)
@@ -172,7 +175,7 @@ def read_script(name: str, url: str, digest: str) -> SavedScriptState | None:
 
 
 def _script_of(name: str, scripts: Sequence[SavedScript]) -> SavedScript | None:
-    """Its own, else that of the first worker."""
+    """The worker's own script state, else the first worker's."""
 
     def number(script: SavedScript) -> tuple[bool, int, str]:
         digits = script.worker.rpartition("-")[2]
@@ -181,28 +184,30 @@ def _script_of(name: str, scripts: Sequence[SavedScript]) -> SavedScript | None:
     return min(scripts, key=number, default=None)
 
 
-#: Between two notes, at least; and so many times as long as a note takes.
+#: The least pause between two notes, and its multiple of a note's duration.
 NOTE_SECONDS, TIMES_AS_LONG = 0.05, 100.0
-#: Of one object that is noted: a larger one comes back from a checkpoint only.
+#: Limit for one noted object; a larger one is restored from a checkpoint only.
 MOST_BYTES = 8 << 20
 
 
 class Notes:
-    """Notes of one job's script. A thread says when one is due; the next boundary takes the note and sends it."""
+    """Takes notes of one job's script. A thread says when one is due; the next boundary takes and sends it."""
 
     def __init__(
         self, boundary: Boundary, link: Link, state: ScriptState, facts: Callable[[], dict[str, Any]],
         say: Callable[[str], None], *, own_step: Callable[[], int], is_resumed: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`own_step`: steps that this worker has made. `is_resumed`: nothing is being put back any more."""
+        """`own_step`: this worker's steps. `is_resumed`: whether restoring is over."""
         self._boundary, self._link, self._state, self._facts, self._say = boundary, link, state, facts, say
         self._own_step, self._is_resumed = own_step, is_resumed
         self._noted = -1  # the worker's step at the last note
+        self._is_epoch_new = False  # what the script did between two epochs is in no note
         self._cost_seconds = (0.0, 0.0)  # of the last two: one of them may have looked for schedulers
         self._told: set[str] = set()
 
     def begin(self, closed: threading.Event) -> None:
         """From now on, until it is closed."""
+        self._boundary.before_epoch(self._epoch_begins)
         threading.Thread(target=self._run, args=(closed,), name="notes", daemon=True).start()
 
     def _run(self, closed: threading.Event) -> None:
@@ -211,23 +216,31 @@ class Notes:
                 self._boundary.watch(self)
                 self._boundary.look_where_it_waits()
 
+    def _epoch_begins(self) -> None:
+        """A note of the epoch before is not enough for a worker that is started again: it lacks the steps that
+        schedulers make between two epochs, and no step of the optimizer tells them apart."""
+        if self._state.has_any and self._link.is_open:
+            self._is_epoch_new = True
+            self._boundary.watch(self)
+
     # -- what the boundary calls --------------------------------------------------------------------------
 
     def at(self, position: Position, after: int, clock: int, *, waits: bool) -> None:
         if not self._is_resumed():
-            return  # what is here is being put back
+            return  # the state is being restored
         self._boundary.unwatch(self)
         own_step = self._own_step()
-        if self._noted == own_step:
+        if self._noted == own_step and not self._is_epoch_new:
             return
+        self._is_epoch_new = False
         began, self._noted = time.monotonic(), own_step
         try:
             note = self._state.take(position, after, clock, self._facts(), MOST_BYTES)
             tensors = [(dtype, list(shape), data.tobytes()) for dtype, shape, data in note.tensors]
             self._link.tell(NoteScript(clock, note.tree, tensors))
-        except SynclineError as error:  # the coordinator is away; or something cannot be saved
+        except SynclineError as error:  # the coordinator is away, or something cannot be saved
             self._tell(f"the script's state is not kept for a restart: {error}")
-        except Exception as error:  # of an object of the script's
+        except Exception as error:  # raised by an object of the script
             self._tell(f"the script's state is not kept for a restart: {type(error).__name__}: {error}")
         for name in self._state.left_out:
             self._tell(
@@ -237,7 +250,7 @@ class Notes:
         self._cost_seconds = (self._cost_seconds[1], time.monotonic() - began)
 
     def handed_out(self) -> None:
-        """Notes are taken before."""
+        """Notes are taken earlier."""
 
     def _tell(self, text: str) -> None:
         if text not in self._told and len(self._told) < 100:

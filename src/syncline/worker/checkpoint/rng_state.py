@@ -1,5 +1,5 @@
-"""Random states: taken from and put back into the global generators of Python's `random`, NumPy and torch, as far as
-they are imported; and `seed_everything`, which gives each worker a stream of its own.
+"""Random states: saves and restores the global generators of Python's `random`, NumPy and torch, if imported; and
+`seed_everything`, which gives each worker its own stream.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from syncline.errors import ConfigError, StoreError
 
 
 def take(device: str = "") -> dict[str, Any]:
-    """All of them as they are now; `device`: the worker's, when it is a GPU."""
+    """The current states; `device`: the worker's GPU, if any."""
     found: dict[str, Any] = {"python": random.getstate()}
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         found["numpy"] = numpy_random.get_state(legacy=False)
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        # As arrays: in a ring it may be the server that has loaded torch, and the script goes on without it.
+        # As arrays: in a ring only the server may have loaded torch.
         found["torch"] = torch.get_rng_state().numpy()
         if torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state(device or "cuda").cpu().numpy()
@@ -30,7 +30,7 @@ def take(device: str = "") -> dict[str, Any]:
 
 
 def put_back(states: dict[str, Any], device: str = "") -> None:
-    """The generators go on where they were. What is not loaded now is left out."""
+    """Restores the generators. States of modules that are not loaded are skipped."""
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     try:
         if "python" in states:
@@ -46,10 +46,10 @@ def put_back(states: dict[str, Any], device: str = "") -> None:
         raise StoreError(f"the random states of the checkpoint cannot be put back: {error}") from error
 
 
-#: What `seed_everything` was last given, until a worker's training takes it up; and ever.
+#: The last seed of `seed_everything` until training begins with it, and permanently.
 _given: int | None = None
 _last_given: int | None = None
-_torch_seed: int | None = None  # what torch was seeded with here, last
+_torch_seed: int | None = None  # the last seed given to torch here
 
 
 def seed_everything(seed: int) -> None:
@@ -73,7 +73,7 @@ def seed_everything(seed: int) -> None:
 
 
 def last_given(torch_seed: int) -> int | None:
-    """The seed that the script has given to `seed_everything`; None where torch was seeded by other means since."""
+    """The last seed given to `seed_everything`; None if torch was seeded otherwise since."""
     return _last_given if torch_seed == _torch_seed else None
 
 
@@ -83,20 +83,21 @@ def _seed(for_python: int, for_numpy: int, for_torch: int) -> None:
     global _torch_seed
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(for_torch)  # of all devices
+        torch.manual_seed(for_torch)  # seeds all devices
         _torch_seed = int(torch.initial_seed())
 
 
 class OwnStream:
-    """The random numbers of one life of a worker. `life`: 0 for a worker that was there when the job began, so that
-    equal runs are equal; else a number that no other life has."""
+    """The random numbers of one life of a worker. `life`: 0 for a worker present at the start, so that equal runs
+    are equal; else a unique number.
+    """
 
     def __init__(self, name: str, life: int) -> None:
         self._name, self._life = name, life
-        self._seed: int | None = None  # of this stream, once it has begun
+        self._seed: int | None = None  # of this stream, once begun
 
     def begin(self) -> None:
-        """Training begins, or goes on."""
+        """Training begins or continues."""
         if _given is not None:
             self._begin()
 
@@ -111,8 +112,9 @@ class OwnStream:
         _seed(int(one), int(two) >> 32, int(three))
 
     def restored(self) -> None:
-        """The random states are those of a checkpoint: this worker's own, of an earlier life. In a job that was taken
-        up they go on; a worker that starts again in a running job has drawn from there already."""
+        """The random states were restored from a checkpoint. In a resumed job they continue; a worker restarted in
+        a running job has used them already and gets a new stream.
+        """
         global _given
         if self._life:
             self._begin()

@@ -1,6 +1,7 @@
-"""Saves, in a worker: its script's state is noted at boundaries while a save is expected, and written for the cut.
+"""A worker's side of saves: notes the script's state at boundaries while a save is expected, and writes the note of
+the snapshot point.
 
-`ScriptCheckpoints` puts the parts of this package together for one job.
+`ScriptCheckpoints` combines the parts of this package for one job.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from syncline.worker.checkpoint.script_state import Note, ScriptState
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.session import CoordinatorHandlers
 
-#: With more than this in notes the script waits at its boundary for the cut, for so long in all; then the oldest go,
-#: down to so many: a cut that is still to come lies behind them.
+#: Above this size of notes the script waits at its boundary for the snapshot, up to this time in total. Then the
+#: oldest notes are dropped, down to this number: the snapshot will be later than those.
 MOST_NOTED_BYTES, HELD_SECONDS, LEAST_NOTES = 256 << 20, 5.0, 2
 
 
 class ScriptSaves:
-    """Notes are kept from `Expect` on, until it is known which of them is the cut's."""
+    """Keeps notes from `Expect` on, until the snapshot point is known."""
 
     def __init__(
         self, name: str, boundary: Boundary, state: ScriptState,
         num_landed: Callable[[], int], facts: Callable[[], dict[str, Any]], say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`num_landed`: of this worker's commits, as many have been answered: no cut lies before them."""
+        """`num_landed`: this worker's answered commits; no snapshot can be earlier."""
         self._name, self._boundary, self._state = name, boundary, state
         self._num_landed, self._facts, self._say = num_landed, facts, say
         self._change = threading.Condition()
-        self._number = self._ended = 0  # what is expected; the highest that is over
+        self._number = self._ended = 0  # the expected save; the highest finished one
         self._notes: list[Note] = []
-        self._is_found = False  # the cut's note is known: no more are wanted
+        self._is_found = False  # the note of the snapshot point is known: no more are needed
         self._patience, self._has_dropped = HELD_SECONDS, False
         self._expecting: Request | None = None
         self._wanted: tuple[Request, WriteScript] | None = None
@@ -56,7 +57,7 @@ class ScriptSaves:
         self._stopped: Note | None = None  # where training ended by a rule
 
     def hear(self, request: Request) -> None:
-        """In the thread that hears the coordinator: what takes long goes to another."""
+        """Called in the thread that reads from the coordinator; slow work goes to another thread."""
         message = request.message
         if isinstance(message, EndSave):
             self._end(message.number)
@@ -77,7 +78,7 @@ class ScriptSaves:
         with self._change:
             if number < self._number:
                 raise StoreError(f"save {number} is over: {self._number} has begun")
-            if number <= self._ended:  # the word of its end was quicker
+            if number <= self._ended:  # the message of its end came first
                 raise StoreError(f"save {number} is over")
             if number > self._number:
                 self._let_go(f"save {number} has begun")
@@ -122,15 +123,15 @@ class ScriptSaves:
             self._hold()
 
     def handed_out(self) -> None:
-        """Notes are taken before."""
+        """Notes are taken earlier."""
 
     def _note(self, number: int, position: Position, after: int, clock: int) -> bool:
-        """One at a time, by the lock of the boundary; not under ours: it may take long, and others must be heard."""
+        """Takes one note under the boundary's lock. It is slow, so it does not take our lock."""
         try:
             stopped = self._stopped
             is_there = stopped is not None and stopped.clock == clock
             note = stopped if stopped and is_there else self._state.take(position, after, clock, self._facts())
-        except Exception as error:  # of an object of the script's
+        except Exception as error:  # raised by an object of the script
             self._cannot_note(number, f"the script's state cannot be saved: {error}")
             return False
         with self._change:
@@ -142,10 +143,10 @@ class ScriptSaves:
         return True
 
     def note_stop(self, position: Position, clock: int) -> None:
-        """The last save is of here, however far the script runs until its end."""
+        """The last save is of this state, however far the script runs until its end."""
         try:
             self._stopped = self._state.take(position, clock - 1, clock, self._facts())
-        except Exception as error:  # of an object of the script's; the last save says it again
+        except Exception as error:  # raised by an object of the script; the last save reports it
             self._cannot_note(-1, f"the script's state cannot be saved: {error}")
 
     def _cannot_note(self, number: int, text: str) -> None:
@@ -161,11 +162,11 @@ class ScriptSaves:
 
     @property
     def _is_ready(self) -> bool:
-        """Whether the cut can only be at, or behind, what was noted first."""
+        """Whether the snapshot can only be at or after the first note."""
         return bool(self._notes) and self._num_landed() > self._notes[0].after
 
     def _answer_expect(self) -> None:
-        """As soon as it is so."""
+        """Answers `Expect` as soon as that is true."""
         with self._change:
             expecting = self._expecting if self._is_ready else None
             if expecting is not None:
@@ -178,8 +179,9 @@ class ScriptSaves:
         return next((note for note in self._notes if note.covers(clock)), None)
 
     def _hold(self) -> None:
-        """What is noted must not grow without end: the script waits, all of its commits are on their way; but not at
-        every boundary of a save that is late, since some other worker is at none."""
+        """Limits the notes: the script waits here with all its commits sent. It does not wait at every boundary of
+        a slow save, since another worker may be at none.
+        """
         with self._change:
             until = time.monotonic() + self._patience
             while self._is_too_much and self._is_ready and (left := until - time.monotonic()) > 0:
@@ -253,7 +255,7 @@ class ScriptSaves:
 
 
 def write_script(name: str, note: Note, message: WriteScript) -> SavedScript:
-    """The state of a worker's script in a file of its own."""
+    """Writes a worker's script state to its own file."""
     tree = np.frombuffer(note.tree, np.uint8)
     plan: list[tuple[str, str, tuple[int, ...]]] = [(TREE, "uint8", (tree.size,))]
     plan += [(f"tensor-{n}", dtype, shape) for n, (dtype, shape, _) in enumerate(note.tensors)]
@@ -268,7 +270,7 @@ def write_script(name: str, note: Note, message: WriteScript) -> SavedScript:
     return SavedScript(name, message.clock, writer.finish())
 
 
-#: The last save is waited for as long as others work: no deadline of ours.
+#: The last save may take as long as other workers take: no deadline.
 _FINISH_SECONDS = 1e9
 
 
@@ -277,7 +279,7 @@ class _Leaves(Exception):  # no error
 
 
 class CheckpointedJob(Protocol):
-    """What a job's checkpoints need of it."""
+    """What checkpoints need of a job."""
 
     name: str
     config: JobConfig
@@ -293,13 +295,15 @@ class CheckpointedJob(Protocol):
 
 
 class ScriptCheckpoints:
-    """What a job saves of its script and puts back: the parts of this package, put together for one job."""
+    """Saves and restores the script of one job."""
 
     def __init__(
         self, job: CheckpointedJob, link: Link, handlers: CoordinatorHandlers, stream: OwnStream,
         say: Callable[[str], None], *, is_late: bool,
     ) -> None:  # fmt: skip
-        """`is_late`: this worker joined a running job: notes of others, or of an earlier life of it, are put back."""
+        """`is_late`: this worker joined a running job; it restores notes of other workers or of its own earlier
+        life.
+        """
         self._job, self._link, self._handlers, self._say = job, link, handlers, say
         self._has_told = False  # that a save is made later
         self._num_saves = 0  # outside of loops
@@ -338,7 +342,7 @@ class ScriptCheckpoints:
         job.settle()
         with self._job.boundary.waiting(place):
             if name := self.resume.name:
-                return name  # it stands where it was saved, or is on its way there
+                return name  # it stands at the saved place, or is on its way there
             answer = job.ask(message)
         assert isinstance(answer, Saved)
         if not answer.name and not self._has_told:
@@ -350,9 +354,9 @@ class ScriptCheckpoints:
         return answer.name
 
     def finish(self) -> None:
-        """The script has come to its end: returns when the last save is made, or this worker is to go without it."""
+        """The script has ended: waits for the last save, unless this worker is asked to leave."""
         try:
-            # Others may have longer to do, an evaluation for one: that is nothing to tell of.
+            # Others may take longer, for example with an evaluation: not worth a report.
             waits = self._job.exchange.waits.of("the last save", loud_seconds=60.0)
             with waits, self._job.boundary.waiting(END):
                 self._link.call(Finish(), _FINISH_SECONDS, self._while_finishing)

@@ -1,4 +1,4 @@
-"""`job.state`: what a script gets back when its job resumes; and what else is saved of it."""
+"""`job.state`: what a script gets back when its job resumes, and other saved state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.worker.checkpoint.encoding import Encoder, decode, to_json
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A script's state at a boundary: the first one behind the clock `after`, and at `clock`."""
+    """A script's state at the boundary `clock`, the first one after the clock `after`."""
 
     after: int
     clock: int
@@ -32,21 +32,21 @@ class Note:
 
 @dataclasses.dataclass
 class SavedScriptState:
-    """A script's state as a checkpoint has it. `is_own`: this worker saved it itself."""
+    """A script's state in a checkpoint. `is_own`: this worker saved it."""
 
     name: str  # of the checkpoint
     tree: dict[str, Any]
     read: Callable[[int], Bytes]
     is_own: bool
-    behind: SavedScriptState | None = None  # has what is not in this
+    behind: SavedScriptState | None = None  # has what is missing here
 
     def having(self, name: str) -> SavedScriptState | None:
-        """Which of the two has the script's object or value of this name."""
+        """The one of the two that has the object or value of this name."""
         return next((one for one in (self, self.behind) if one is not None and name in one.tree["state"]), None)
 
     @property
     def names(self) -> list[str]:
-        """Of the script's objects and values, in both."""
+        """Names of the script's objects and values, in both."""
         return list({**self.tree["state"], **(self.behind.tree["state"] if self.behind is not None else {})})
 
     def __post_init__(self) -> None:
@@ -61,16 +61,18 @@ class SavedScriptState:
 
 
 class Part:
-    """Something of the job's own that is saved with a script's state: as an object with state_dict, or None when it
-    is gone. `is_own`: it is put back to the worker that saved it only, not to one that gets the chief's."""
+    """State of the job itself that is saved with the script: an object with state_dict, or None if it is gone.
+    `is_own`: restored only to the worker that saved it.
+    """
 
     def __init__(self, take: Callable[[], Any], put_back: Callable[[Any], None], *, is_own: bool = False) -> None:
         self.take, self.put_back, self.is_own = take, put_back, is_own
 
 
 class ScriptState(MutableMapping[str, Any]):
-    """By name: objects with `state_dict` and `load_state_dict`, or plain data (numbers, texts, lists, dicts, arrays,
-    tensors). In a job that resumed, what is assigned gets at once what was saved under its name."""
+    """By name: objects with `state_dict` and `load_state_dict`, or plain data (numbers, texts, lists, dicts,
+    arrays, tensors). In a resumed job, an assigned object immediately gets its saved state.
+    """
 
     def __init__(
         self,
@@ -79,13 +81,14 @@ class ScriptState(MutableMapping[str, Any]):
         device: Callable[[], Any],
         random_restored: Callable[[], None],
     ) -> None:
-        """`saved`: what is to be put back. `is_over`: from then on only to what comes for the first time.
-        `random_restored` is called when the random states are those that were saved."""
+        """`saved`: the state to restore. `is_over`: from then on only objects assigned for the first time are
+        restored. `random_restored`: called when the random states are restored.
+        """
         self._held: dict[str, Any] = {}
         self._parts: dict[str, Part] = {}
         self._claimed: set[str] = set()
-        self.left_out: set[str] = set()  #: what was too large for a note
-        self.num_loaded = 0  #: objects of the script, and its schedulers, that got back what was saved
+        self.left_out: set[str] = set()  #: too large for a note
+        self.num_loaded = 0  #: objects and schedulers that were restored
         self._saved, self._is_over, self._device = saved, is_over, device
         self._random_restored = random_restored
 
@@ -112,7 +115,7 @@ class ScriptState(MutableMapping[str, Any]):
         return self._held[name]
 
     def _unclaimed(self) -> list[str]:
-        """Plain data that was saved, and that this script has not assigned so far."""
+        """Saved plain data that this script has not assigned yet."""
         saved = self._saved()
         found = (
             {name: one.tree["state"][name] for name in saved.names if (one := saved.having(name))} if saved else {}
@@ -134,12 +137,13 @@ class ScriptState(MutableMapping[str, Any]):
     # -- taking and putting back --------------------------------------------------------------------------
 
     def add_part(self, name: str, part: Part) -> None:
-        """Something of the job's own. It gets what was saved of it with the rest: what the script makes of it until
-        then begins from what the script says."""
+        """Adds state of the job itself. It is restored together with the rest, after the script has initialized
+        it.
+        """
         self._parts[name] = part
 
     def wants(self, saved: SavedScriptState) -> bool:
-        """Whether there is anything in it that the script has not asked for so far."""
+        """Whether it has anything that the script has not asked for yet."""
         return not self._claimed.issuperset(saved.names) or not saved.tree["parts"].keys() <= self._parts.keys()
 
     @property
@@ -148,7 +152,7 @@ class ScriptState(MutableMapping[str, Any]):
         return bool(self._held or self._parts)
 
     def take(self, position: Position, after: int, clock: int, facts: dict[str, Any], most_bytes: int = 0) -> Note:
-        """All of it as it is now, as copies. `most_bytes`: what has more is left out; 0: nothing is."""
+        """Copies the whole state. `most_bytes`: larger objects are left out; 0: no limit."""
         encoder, state, parts = Encoder(), dict[str, Any](), dict[str, Any]()
         for name, value in self._held.items():
             kind, path = "object" if _is_object(value) else "value", _path(name)
@@ -180,7 +184,7 @@ class ScriptState(MutableMapping[str, Any]):
             into[name] = {kind: encoded}
 
     def put_back(self, saved: SavedScriptState, *, random: bool = True) -> None:
-        """All that was saved of what is here; the random states last, since loading may draw."""
+        """Restores everything that is here; random states last, since loading may draw numbers."""
         for name in self._held.keys() & set(saved.names):
             self._load(saved, name)
         for name in self._parts.keys() & saved.tree["parts"].keys():
@@ -238,7 +242,7 @@ def _gpu(device: Any) -> str:
 
 
 def _into(held: Any, found: Any) -> Any:
-    """Into what the script has in its hands, where that can be changed."""
+    """Loads into the script's existing object, if it is mutable."""
     if type(held) is not type(found):
         return found
     if isinstance(held, list):

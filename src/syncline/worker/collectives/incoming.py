@@ -91,7 +91,7 @@ class PeerMessages:
 
     # -- what links call ----------------------------------------------------------------------------------
 
-    def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Describe):
             if payload_bytes != self._inline_bytes(link, self.stream(link), message):
                 raise FrameError(f"{payload_bytes} bytes with a {message.verb} of other sizes")

@@ -245,7 +245,7 @@ class Pairs:
 
     # -- what links call ----------------------------------------------------------------------------------
 
-    def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if isinstance(message, Offer):
             if payload_bytes != self._inline_bytes(message):
                 raise FrameError(f"{payload_bytes} bytes with an offer of other sizes")

@@ -46,7 +46,7 @@ class Connector(Protocol):
 class PeerHandler(Protocol):
     """Hears what other workers say, in the thread that brings it. A ProtocolError closes the link it came on."""
 
-    def landing(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+    def buffers_for(self, link: PeerLink, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         """Where the bytes that come with a message go."""
 
     def hear(self, link: PeerLink, request: Request) -> None:
@@ -115,8 +115,8 @@ class _Service:
     def __init__(self, link: PeerLink) -> None:
         self._link = link
 
-    def landing(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
-        return self._link.handler(message).landing(self._link, message, payload_bytes)
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        return self._link.handler(message).buffers_for(self._link, message, payload_bytes)
 
     def handle(self, request: Request) -> None:
         link = self._link

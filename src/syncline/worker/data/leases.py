@@ -1,7 +1,7 @@
-"""A worker's leases: what it reads next in an epoch, and what of it is read, held and committed.
+"""A worker's leases: what to read next in an epoch, and what is read, held and committed.
 
-A `Portion` holds the leases of one epoch and cuts them into batches from front to back. `EpochLeases` asks the
-coordinator for more. `LeaseAcks` counts what the script has read, until a commit acknowledges it.
+A `Portion` holds the leases of one epoch and splits them into batches. `EpochLeases` requests more from the
+coordinator. `LeaseAcks` records what the script has read, until a commit acknowledges it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import msgspec
 from syncline.core.leasing.loader import VALIDATES, Loader
 from syncline.core.leasing.ranges import Places, Span, merged
 from syncline.core.leasing.shares import equal_parts
-from syncline.core.wire.leases import AskLease, EndShard, GaveBack, GivenLease, LeaveEpoch, Opened, OpenEpoch, Use
+from syncline.core.wire.leases import (
+    AskLease,
+    EndShard,
+    GaveBack,
+    GivenLease,
+    LeaseAck,
+    LeaveEpoch,
+    Opened,
+    OpenEpoch,
+)
 from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.worker.waits import StepClock, ValidationCalled
@@ -27,13 +36,13 @@ from syncline.worker.waits import StepClock, ValidationCalled
 
 @dataclasses.dataclass(frozen=True)
 class BatchRange:
-    """What one batch is to hold: places of a lease, which stand for positions of its span."""
+    """The samples of one batch: places in a lease, which map to positions of its span."""
 
     lease: int
     span: Span
     begin: int
     end: int
-    at: int = 0  # how many samples of the epoch are done before it; in rounds the same for all workers of one
+    at: int = 0  # samples of the epoch before this batch; in rounds the same for all workers
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -41,26 +50,26 @@ class BatchRange:
 
 @dataclasses.dataclass
 class _Own:
-    """A lease of this worker: what of it is cut into batches, and where it ends."""
+    """A lease of this worker, partly split into batches."""
 
     number: int
     span: Span
-    begin: int  # the next place to be read
+    begin: int  # the next place to read
     end: int
-    step: int  # samples of a batch; 0: as the portion says
-    origin: int  # samples of the epoch that are done before its first batch
-    wide: int  # and with each of its batches
+    step: int  # samples per batch; 0: the portion's
+    origin: int  # samples of the epoch before its first batch
+    wide: int  # samples of the epoch per batch
 
 
 class Portion:
-    """Of one loop. The thread that hears the coordinator may have it give back at any time."""
+    """The leases of one loop. The thread that reads from the coordinator may give leases back at any time."""
 
     def __init__(self, batch: int) -> None:
-        self.batch = batch  #: samples of a batch of a lease that does not say it
-        self.step = 0  #: samples of a batch of the lease that is being cut
+        self.batch = batch  #: samples per batch, for leases that do not say it
+        self.step = 0  #: samples per batch of the current lease
         self._lock = threading.Lock()
         self._own: collections.deque[_Own] = collections.deque()
-        self._given: dict[int, int] = {}  # leases that end early, and where
+        self._given: dict[int, int] = {}  # leases that end early -> where
         self._size = 0  # of the last lease
         self.numbers: set[int] = set()  # of all leases of this loop
         self.newest = 0  # of them
@@ -69,7 +78,7 @@ class Portion:
         """The next lease."""
         with self._lock:
             if given.lease in self.numbers:
-                return  # it was here already
+                return  # known already
             self.numbers.add(given.lease)
             self.newest = given.lease
             self._size = len(given.span)
@@ -78,7 +87,7 @@ class Portion:
             )
 
     def cut(self) -> BatchRange | None:
-        """The next batch; None: nothing is left here."""
+        """The next batch; None if there are no leases left."""
         with self._lock:
             while self._own and self._own[0].begin >= self._own[0].end:
                 self._own.popleft()
@@ -94,17 +103,17 @@ class Portion:
 
     @property
     def num_left(self) -> int:
-        """Samples that are leased and not cut into batches yet."""
+        """Leased samples that are not in batches yet."""
         with self._lock:
             return sum(own.end - own.begin for own in self._own)
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to ask for more: while a whole lease is still to be read."""
+        """Whether to request more: less than one whole lease is left."""
         return self.num_left <= self._size
 
     def end_shard(self, piece: BatchRange, num_read: int) -> BatchRange | None:
-        """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
+        """The shard ended within this batch after `num_read` samples. Returns the shortened batch, if any."""
         end = piece.begin + num_read
         with self._lock:
             for own in self._own:
@@ -113,9 +122,9 @@ class Portion:
         return dataclasses.replace(piece, end=end) if num_read else None
 
     def give_back(self, *, keeps_begun: bool) -> list[tuple[int, int]]:
-        """What is not cut into batches yet is others'; `keeps_begun`: not of what is begun.
+        """Gives back everything that is not in batches yet; `keeps_begun`: except started leases.
 
-        With all that was given back before: a coordinator may have died before it kept that.
+        Includes earlier returns, since a coordinator may have died before it journaled them.
         """
         with self._lock:
             for own in self._own:
@@ -125,21 +134,21 @@ class Portion:
 
     @property
     def given(self) -> list[tuple[int, int]]:
-        """All that was given back so far: leases, and the places from which on."""
+        """Everything given back so far: leases and the place from which on."""
         with self._lock:
             return list(self._given.items())
 
     def leave(self, unread: Iterable[BatchRange]) -> dict[int, int]:
-        """The loop is left, and these pieces were not given to the script: all leases that end early by it, where."""
+        """The loop was left with these unread batches: all leases that end early, and where."""
         given = dict(self.give_back(keeps_begun=False))
         for piece in unread:
             given[piece.lease] = min(piece.begin, given.get(piece.lease, piece.begin))
         return given
 
 
-#: An answer that did not come: the coordinator is away, and asked again so soon.
+#: Pause before asking again without an answer, and how long to wait for one.
 _AGAIN_SECONDS, _ANSWER_SECONDS = 0.25, 5.0
-#: So long a worker that opens a loader first waits for the chief's seed; and between two questions, at first.
+#: How long to wait for the chief's seed of a loader, and the first pause between two requests.
 CHIEF_SECONDS, _FIRST_PAUSE_SECONDS = 5.0, 0.01
 
 
@@ -147,14 +156,14 @@ class AsksCoordinator(Protocol):
     """The way to the coordinator."""
 
     def ask(self, message: Message) -> Message:
-        """Waits for the answer, as long as it takes."""
+        """Waits for the answer without a timeout."""
 
     def try_ask(self, message: Message) -> PendingAnswer:
-        """One attempt, not waited for."""
+        """One attempt; returns immediately."""
 
 
 class Pauses(Protocol):
-    """The worker, as rounds know it."""
+    """The worker's participation in rounds."""
 
     @property
     def rank(self) -> int: ...
@@ -162,13 +171,13 @@ class Pauses(Protocol):
     def world_size(self) -> int: ...
 
     def pause(self) -> None:
-        """No round of this loop waits for it any more; before a wait for others."""
+        """Before waiting for other workers: no round of this loop waits for this one."""
 
     def rest(self) -> None:
-        """Nor of the loop that it has left."""
+        """Takes part in no more rounds of the loop it has left."""
 
     def catch_up(self) -> None:
-        """Others went on without it: after that wait."""
+        """After such a wait: other workers went on meanwhile."""
 
     @property
     def should_stop(self) -> bool:
@@ -176,7 +185,7 @@ class Pauses(Protocol):
 
 
 def part_of(data: Loader, worker: Pauses) -> int:
-    """Samples of this worker's batch, where its lease does not say it: of shards."""
+    """Samples of this worker's batch if its lease does not say it, as with shards."""
     if not data.is_global:
         return data.batch
     rank, num_workers = worker.rank, worker.world_size
@@ -184,34 +193,34 @@ def part_of(data: Loader, worker: Pauses) -> int:
 
 
 class PendingAnswer(Protocol):
-    """A question under way."""
+    """A request in flight."""
 
     def arrives(self, seconds: float) -> bool:
-        """Whether the answer is here, or comes so soon."""
+        """Whether the answer is here, or arrives in this time."""
 
     def wait(self, timeout_seconds: float) -> Message:
-        """The answer, or what keeps it from coming."""
+        """Returns the answer, or raises."""
 
 
 class LeaseAcks:
-    """What this worker has read and not committed yet, for all loaders of a job; every commit acknowledges it."""
+    """What this worker has read but not committed, for all loaders of a job. Each commit acknowledges it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._read: list[Use] = []
-        self._stepped: list[Use] = []  # in local steps, which the next commit brings
-        self._void: list[Use] = []  # in pushes that were refused
-        self._open: set[Use] = set()  # in commits that are not answered yet
-        self._awaited: set[Use] | None = None  # of these, what was open when it was first asked what is used
+        self._read: list[LeaseAck] = []
+        self._stepped: list[LeaseAck] = []  # in local steps; part of the next commit
+        self._void: list[LeaseAck] = []  # in refused pushes
+        self._open: set[LeaseAck] = set()  # in unanswered commits
+        self._awaited: set[LeaseAck] | None = None  # of these, what was open at the first question about acks
         self._committed: dict[int, list[Places]] = {}
         self._late: dict[int, list[Places]] = {}
         self.samples = 0  # read so far
         self.num_loops = 0  # that this worker is in
-        self._has_read = False  # in one of these
-        self._over: set[int] = set()  # leases of the last epoch that is over
+        self._has_read = False  # in one of these loops
+        self._over: set[int] = set()  # leases of the last finished epoch
 
     def read(self, piece: BatchRange) -> None:
-        """The script has got this batch."""
+        """The script has received this batch."""
         with self._lock:
             self._read.append((piece.lease, piece.begin, piece.end))
             self.samples += len(piece)
@@ -223,8 +232,8 @@ class LeaseAcks:
             self._stepped += self._read
             self._read = []
 
-    def take(self, *, is_void: bool = False) -> list[Use]:
-        """All of it, for the commit that is made now. `is_void`: nothing of that counts; it is passed over."""
+    def take(self, *, is_void: bool = False) -> list[LeaseAck]:
+        """Everything for the commit being made. `is_void`: the commit does not count; the samples are skipped."""
         with self._lock:
             taken, self._read, self._stepped = self._stepped + self._read, [], []
             if is_void:
@@ -233,37 +242,38 @@ class LeaseAcks:
             self._open.update(taken)
         return taken
 
-    def answered(self, uses: Iterable[Use], *, is_late: bool) -> None:
-        """A commit that took these along is answered; `is_late`: it counts for nothing, they are others' by now."""
+    def answered(self, acks: Iterable[LeaseAck], *, is_late: bool) -> None:
+        """The commit with these ranges is answered. `is_late`: it did not count; the ranges are reassigned."""
         known = self._late if is_late else self._committed
         with self._lock:
-            for lease, begin, end in uses:
+            for lease, begin, end in acks:
                 known[lease] = merged([*known.get(lease, ()), (begin, end)])
                 self._open.discard((lease, begin, end))
 
     def are_told(self) -> bool:
-        """Whether `committed` and `late` have all by now that was in commits when this was first asked; else it is to
-        be asked again. What is open may be on a slice that was lost, and nowhere else."""
+        """Whether `committed` and `late` are final with respect to commits open at the first call; if not, ask
+        again. An open commit may exist only on a slice that was lost.
+        """
         with self._lock:
             self._awaited = self._open & (self._open if self._awaited is None else self._awaited)
             is_all = not self._awaited
             self._awaited = None if is_all else self._awaited
             return is_all
 
-    def committed(self) -> list[Use]:
-        """What was in commits that are answered, of leases that are not through. What is open servers will tell."""
+    def committed(self) -> list[LeaseAck]:
+        """Ranges in answered commits, of leases that are not finished. Servers report open ones."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._committed.items() for begin, end in places]
 
-    def late(self) -> list[Use]:
-        """What was in commits that were late, of leases that are not through."""
+    def late(self) -> list[LeaseAck]:
+        """Ranges in late commits, of leases that are not finished."""
         with self._lock:
             return [(lease, begin, end) for lease, places in self._late.items() for begin, end in places]
 
     def forget(self, leases: set[int]) -> None:
-        """The epoch of these leases is over; the one before it will not be asked for any more.
+        """The epoch of these leases is over; those of the epoch before are dropped.
 
-        This one may be: a coordinator and servers that die now know nothing of its end.
+        These are kept: if coordinator and servers die now, they do not know of the epoch's end.
         """
         with self._lock:
             leases, self._over = self._over, set(leases)
@@ -272,14 +282,15 @@ class LeaseAcks:
                 self._late.pop(lease, None)
 
     def leave_loop(self) -> None:
-        """This worker is in one loop less."""
+        """This worker has left a loop."""
         self.num_loops -= 1
         self._has_read = self._has_read and self.num_loops > 0
 
     @property
     def has_position(self) -> bool:
-        """Whether a commit that is made now belongs to what was read of leases: the batch that the script has, also
-        with a second optimizer; or what it has kept for this step."""
+        """Whether a commit made now belongs to leased samples: the current batch, also for a second optimizer, or
+        samples held for this step.
+        """
         return self._has_read or self.is_any_held
 
     @property
@@ -287,8 +298,8 @@ class LeaseAcks:
         """Whether anything waits for a commit."""
         return bool(self._read or self._stepped)
 
-    def held(self, leases: set[int]) -> list[Use]:
-        """What of these leases waits for a commit, or for the end of the loop, to be passed over."""
+    def held(self, leases: set[int]) -> list[LeaseAck]:
+        """Ranges of these leases that wait for a commit, or will be skipped at the end of the loop."""
         with self._lock:
             places: dict[int, list[Places]] = {}
             for lease, begin, end in [*self._read, *self._stepped, *self._void]:
@@ -296,15 +307,15 @@ class LeaseAcks:
                     places[lease] = merged([*places.get(lease, ()), (begin, end)])
         return [(lease, begin, end) for lease, each in places.items() for begin, end in each]
 
-    def drop_void(self, leases: set[int]) -> list[Use]:
-        """What of these leases was in pushes that were refused."""
+    def drop_void(self, leases: set[int]) -> list[LeaseAck]:
+        """Ranges of these leases in refused pushes."""
         with self._lock:
             dropped = [use for use in self._void if use[0] in leases]
             self._void = [use for use in self._void if use[0] not in leases]
         return dropped
 
-    def drop(self, leases: set[int]) -> list[Use]:
-        """What of these leases was read for no step: it is in none from now on."""
+    def drop(self, leases: set[int]) -> list[LeaseAck]:
+        """Removes and returns ranges of these leases that were read without a step."""
         with self._lock:
             dropped = [use for use in self._read if use[0] in leases]
             self._read = [use for use in self._read if use[0] not in leases]
@@ -312,12 +323,12 @@ class LeaseAcks:
 
 
 class EpochLeases:
-    """This worker's loop over one epoch of a loader: batches to read, until the epoch is finished."""
+    """One worker's loop over an epoch of a loader: yields batches until the epoch is finished."""
 
     def __init__(
         self,
         asks: AsksCoordinator,
-        uses: LeaseAcks,
+        acks: LeaseAcks,
         loader: str,
         epoch: int,
         data: Loader,
@@ -326,30 +337,30 @@ class EpochLeases:
         worker: Pauses,
         seed: int | None = None,
     ) -> None:
-        """`times`: how long this worker has worked so far. `seed`: of the loader's order, as this worker has it."""
+        """`times`: the working time so far. `seed`: this worker's seed of the loader's order."""
         self.loader, self.epoch = loader, epoch
-        self._asks, self._uses, self._data = asks, uses, data
+        self._asks, self._acks, self._data = asks, acks, data
         self._times, self._worker = times, worker
         self._portion = Portion(part_of(data, worker))
-        self._asked: PendingAnswer | None = None  # a lease that was asked for ahead
-        self._ahead = threading.Lock()  # whoever takes what came of it: the script, or a recall
-        self._not_before = 0.0  # there was no answer, or nothing in it
-        self._told = times.measured  # samples and seconds of work, as last said
-        self._untold: list[LeaveEpoch] = []  # what the coordinator is still to hear of the end of this loop
-        self._is_common = False  # all of the epoch was leased to all workers
+        self._asked: PendingAnswer | None = None  # a lease requested ahead
+        self._ahead = threading.Lock()  # taken by the script or by a recall
+        self._not_before = 0.0  # the last request had no answer, or an empty one
+        self._told = times.measured  # samples and seconds last reported
+        self._untold: list[LeaveEpoch] = []  # messages about the loop's end that the coordinator must still get
+        self._is_common = False  # the whole epoch is leased to all workers in common
         answer = Opened(False) if self._is_over else _opened(asks, OpenEpoch(loader, epoch, data, seed))
         self.seed = seed if answer.seed is None else answer.seed  #: of the loader's order, in all workers
         self._is_finished = not answer.is_left
-        times.resume()  # what was between two loops, an evaluation for instance, is no part of a step
-        uses.num_loops += 1
-        self.is_shared = answer.is_shared  #: whether all workers come to this loader's epochs, by what is known
+        times.resume()  # time between two loops, such as an evaluation, is not part of a step
+        acks.num_loops += 1
+        self.is_shared = answer.is_shared  #: whether all workers read this loader's epochs, as far as known
 
     @property
     def _is_over(self) -> bool:
         return self._worker.should_stop and not self.loader.startswith(VALIDATES)
 
     def next(self, *, may_wait: bool = True) -> BatchRange | None:
-        """The next batch to read; None when the epoch or training is over, or there is none without a wait."""
+        """The next batch. None if the epoch or training is over, or if getting one would take a wait."""
         while not self._is_over:
             self._ask_ahead()
             self._portion.batch = part_of(self._data, self._worker)
@@ -363,7 +374,7 @@ class EpochLeases:
         return None
 
     def resume(self) -> None:
-        """The script begins its loop: what it did before, an evaluation for instance, is no part of a step."""
+        """The script begins its loop: earlier time, such as an evaluation, is not part of a step."""
         self._times.resume()
 
     @property
@@ -372,12 +383,12 @@ class EpochLeases:
 
     @property
     def num_left(self) -> int:
-        """Samples that are leased and not cut into batches yet."""
+        """Leased samples that are not in batches yet."""
         return self._portion.num_left
 
     @property
     def step(self) -> int:
-        """Samples of a batch of this worker now; 0 before the first one."""
+        """Samples of this worker's current batch; 0 before the first."""
         return self._portion.step
 
     # -- asking -------------------------------------------------------------------------------------------
@@ -387,26 +398,26 @@ class EpochLeases:
         before, self._told = self._told, (samples, seconds)
         portion = self._portion
         return AskLease(
-            self.loader, self.epoch, self._uses.held(portion.numbers), portion.num_left,
+            self.loader, self.epoch, self._acks.held(portion.numbers), portion.num_left,
             samples - before[0], seconds - before[1], waits, portion.newest, portion.given,
         )  # fmt: skip
 
     def _ask_ahead(self) -> None:
-        """While a whole lease is still to be read, so that training goes on without the coordinator."""
+        """Requests the next lease while one is left, so that training survives the coordinator's absence."""
         now = time.monotonic()
         try:
             self._take_ahead()
             if self._is_finished or self._asked is not None or now < self._not_before:
                 return
             if self._is_common and self._portion.num_left:
-                return  # there is no more than this
+                return  # there is no more
             if self._portion.is_low:
                 self._asked = self._asks.try_ask(self._question(waits=False))
         except SynclineError:
             self._not_before = now + _AGAIN_SECONDS
 
     def _take_ahead(self) -> None:
-        """Takes the lease that was asked for ahead, if it has come."""
+        """Takes the lease requested ahead, if it has arrived."""
         with self._ahead:
             asked = self._asked
             if asked is not None and asked.arrives(0):
@@ -414,7 +425,7 @@ class EpochLeases:
                 self._take(asked.wait(0))
 
     def _wait(self) -> Message:
-        """Nothing is left here. When others have all the rest, no round is to wait for this worker meanwhile."""
+        """No leases left: waits for one. If others hold the rest, no round waits for this worker meanwhile."""
         with self._ahead:
             asked, self._asked = self._asked, None
         if asked is not None:
@@ -426,7 +437,7 @@ class EpochLeases:
         if isinstance(answer, GivenLease) and (answer.lease or answer.is_finished):
             return answer
         answer = self._wait_for_others()
-        if not self._uses.is_any_held:  # else more is added to what was computed already, with what was known then
+        if not self._acks.is_any_held:  # else more is added to a gradient computed from earlier parameters
             self._worker.catch_up()
         return answer
 
@@ -449,7 +460,7 @@ class EpochLeases:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
 
     def end_shard(self, piece: BatchRange, num_read: int) -> BatchRange | None:
-        """Of this batch only so much was there: the shard ends with it. What of the batch there is, if anything."""
+        """The shard ended within this batch after `num_read` samples. Returns the shortened batch, if any."""
         found = self._portion.end_shard(piece, num_read)
         self._asks.ask(EndShard(self.loader, self.epoch, piece.span.start + piece.begin + num_read))
         return found
@@ -457,39 +468,42 @@ class EpochLeases:
     # -- giving back --------------------------------------------------------------------------------------
 
     def give_back(self) -> GaveBack:
-        """What is not cut into batches yet is others'; in the thread that hears the coordinator.
+        """Gives back what is not in batches yet; runs in the thread that reads from the coordinator.
 
-        Nothing of a shard that is begun: the next worker must read it from its first sample. A lease that has come
-        ahead is given back too: the script may be in a long step, and takes it after that only.
+        A started shard is kept: the next worker would have to read it from its first sample. A lease requested ahead
+        is given back too, because the script may be in a long step.
         """
         with contextlib.suppress(SynclineError):
             self._take_ahead()
-        newest = self._portion.newest  # before that: one that comes now is not given back
+        newest = self._portion.newest  # first: a lease that arrives now is not given back
         return GaveBack(self._portion.give_back(keeps_begun=self._data.num_shards > 0), newest)
 
     def leave(self, unread: list[BatchRange], *, passes_over: bool) -> int:
-        """The loop is left: what was not given to the script goes back, what it made no step with is passed over. How
-        many samples that are. The coordinator hears of it by `tell_left`."""
+        """Leaves the loop: unread samples go back, samples without a step are skipped. Returns the number of
+        skipped samples. `tell_left` tells the coordinator.
+        """
         given, numbers = self._portion.leave(unread), self._portion.numbers
-        dropped = self._uses.drop(numbers) if passes_over else []
-        passed_over = dropped + self._uses.drop_void(numbers)
+        dropped = self._acks.drop(numbers) if passes_over else []
+        passed_over = dropped + self._acks.drop_void(numbers)
         self._is_finished, was_finished = True, self._is_finished
         if given or passed_over or not was_finished:
             newest = self._portion.newest
             self._untold.append(LeaveEpoch(self.loader, self.epoch, list(given.items()), passed_over, newest))
-        if was_finished:  # else a server may still be lost, with what it knows of them
-            self._uses.forget(numbers)
+        if was_finished:  # otherwise a server with their acks may still be lost
+            self._acks.forget(numbers)
         return sum(end - begin for _, begin, end in dropped)
 
     def tell_left(self) -> None:
-        """Sent again when no answer came: other workers wait for what is not read here any more."""
+        """Tells the coordinator that the loop is left, again if no answer came: other workers wait for the unread
+        samples.
+        """
         while self._untold:
             self._asks.ask(self._untold[0])
             del self._untold[0]
 
 
 def _opened(asks: AsksCoordinator, question: OpenEpoch) -> Opened:
-    """The answer, as soon as the job has a seed for this loader: the chief's, or after some seconds this worker's."""
+    """Opens the epoch, once the job has a seed for the loader: the chief's, or after a timeout this worker's."""
     pause, until = _FIRST_PAUSE_SECONDS, time.monotonic() + CHIEF_SECONDS
     while True:
         answer = asks.ask(question)

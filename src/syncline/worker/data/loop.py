@@ -1,7 +1,7 @@
-"""A worker's loop over an epoch: what the script has got of its leases, and what becomes of the rest at the end.
+"""A worker's loop over an epoch: what the script has received, and what happens to the rest at the end.
 
-`LeasedNumbers` and `LeasedShards` give the samples of each batch: by number in the order of the epoch, or from shards
-that are read in sequence.
+`LeasedNumbers` and `LeasedShards` yield the samples of each batch: by number in the epoch's order, or from shards
+read in sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from syncline.worker.data.samples import WorkerSamples
 
 
 class TakesSamples(Protocol):
-    """What a loader asks of a job."""
+    """What a loader needs of a job."""
 
     @property
     def rank(self) -> int: ...
@@ -46,11 +46,10 @@ class TakesSamples(Protocol):
 
 
 class Loop:
-    """Opened with the epoch, used with `with` around the loop, which ends when `next` has nothing more.
+    """Opened with the epoch; a context manager around the loop, which ends when `next` returns None.
 
-    Leaving it early gives back what the script has not got; at its end the worker rests. A loop without a step was an
-    evaluation: its samples are passed over, and in no step's weight; when others had no such loop, the worker does
-    not rest behind it.
+    Leaving it early gives unread batches back; at its end the worker rests. A loop without a step was an evaluation:
+    its samples are skipped and have no weight; if other workers had no such loop, the worker does not rest after it.
     """
 
     def __init__(self, job: TakesSamples, loader: str, epoch: int, data: Loader, seed: int | None = None) -> None:
@@ -58,19 +57,23 @@ class Loop:
         tell_unused(job)
         job.samples.hooks.begins_training()
         self.reading: EpochLeases = job.samples.open(loader, epoch, data, seed)
-        self._cut: collections.deque[BatchRange] = collections.deque()  # being read: the script has not got them yet
-        self._ahead: BatchRange | None = None  # the first of them, which was waited for before the loop began
+        self._cut: collections.deque[BatchRange] = collections.deque()  # being read; not yet given to the script
+        self._ahead: BatchRange | None = None  # the first of them, awaited before the loop began
         self._taken, self._first_step = 0, job.own_step
         self._position: Position = ("loop", loader, epoch)
+        self._is_left_out = False  # the script does not see this epoch, and does nothing between it and the next
 
     def has_batch(self) -> bool:
-        """Waits until there is a batch for this worker, which stays its own; False: the epoch ends without one."""
+        """Waits for a batch and keeps it; False if the epoch ends without one."""
         self.comes_back()
         self._ahead = self.next()
+        self._is_left_out = self._ahead is None
         return self._ahead is not None
 
     def next(self) -> BatchRange | None:
-        """What is to be read next; None at the end of the epoch, or when others may wait for what is being read."""
+        """The next batch to read; None at the end of the epoch, or if other workers may wait for what is being
+        read.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return ahead
@@ -80,7 +83,7 @@ class Loop:
         return piece
 
     def ends_shard(self, num_read: int) -> bool:
-        """Of what came last only so much was there. Whether that is anything."""
+        """The shard ended within the last batch after `num_read` samples. Returns whether any are left."""
         piece = self.reading.end_shard(self._cut.pop(), num_read)
         if piece is not None:
             self._cut.append(piece)
@@ -88,16 +91,16 @@ class Loop:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the script has got nothing of it."""
+        """Whether the script has received nothing."""
         return not self._taken
 
     @property
     def is_over(self) -> bool:
-        """Training is over by a rule: what was read ahead goes back."""
+        """Whether a rule has ended training; then read-ahead batches are given back."""
         return self._job.should_stop
 
     def hand_out(self) -> None:
-        """The script gets the oldest of what was read."""
+        """The script receives the oldest batch that was read."""
         piece = self._cut.popleft()
         self._job.samples.boundary.hands_out()
         if self._data.is_steps:
@@ -108,13 +111,13 @@ class Loop:
         self._job.samples.note_place(self.reading.loader, self.reading.epoch, self._fraction(piece.at))
 
     def _fraction(self, position: int) -> float:
-        """How much of the epoch is before this position; of shards, how many of them."""
+        """The fraction of the epoch before this position; of shards, by their number."""
         if self._data.num_shards:
             return position // SHARD_POSITIONS / self._data.num_shards
         return min(1.0, position / self._data.num_samples)
 
     def comes_back(self) -> None:
-        """The script comes for its next batch, nothing of which is read for it yet: a boundary."""
+        """The script asks for its next batch, which is not read yet: a boundary."""
         self._job.samples.boundary.passed(self._position)
         self._job.samples.hooks.between()
         if self.is_over:
@@ -122,6 +125,8 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self.reading.resume()
+        if not self._is_left_out:
+            self._job.samples.boundary.begins_epoch()
         self.comes_back()
         return self
 
@@ -131,28 +136,29 @@ class Loop:
         without_a_step = self._job.own_step == self._first_step
         failed = kind is not None and issubclass(kind, Exception)
         is_left_early = kind is not None
-        with contextlib.suppress(SynclineError):  # the job may be over by now
+        with contextlib.suppress(SynclineError):  # the job may be over
             self._job.samples.close(
                 self.reading, list(self._cut), passes_over=without_a_step or is_left_early, failed=failed
             )
         if without_a_step and self._taken and kind in (None, GeneratorExit) and not self.is_over:
             self._job.samples.has_unused = True
-            if kind is None:  # else an error of the script may have ended the loop: the next loop or the end tells it
+            if kind is None:  # after an error of the script, the next loop or the end reports it
                 tell_unused(self._job)
         if without_a_step and not self.reading.is_shared:
             return
         if not is_left_early:
-            self._job.rest()  # also one that made no step: behind the loop all are level
+            self._job.rest()  # also without a step: after the loop all workers are level
             self._job.samples.hooks.behind_epoch(self.reading.loader, self.reading.epoch)
         elif failed:
-            self._job.samples.rests_first = True  # should the script go on; else what it has stays its own to the end
+            # if the script goes on; otherwise its batch stays assigned to the end
+            self._job.samples.rests_first = True
         elif not self._job.samples.is_over:
             with contextlib.suppress(SynclineError):
-                self._job.rest(leaves=False)  # a loop that is left by `break` ends in the middle of a line
+                self._job.rest(leaves=False)  # a loop left by `break` may end in the middle of an iteration
 
 
 def tell_unused(job: TakesSamples) -> None:
-    """Tells the user, once, that samples were read and no step used them. Alone a worker loses nothing by it."""
+    """Warns once that samples were read without a step. A single worker loses nothing by it."""
     if job.samples.has_unused and job.world_size > 1:
         job.notice(
             "a loop read samples with gradients enabled, and no step used them: each worker saw only its part, "
@@ -162,18 +168,18 @@ def tell_unused(job: TakesSamples) -> None:
     job.samples.has_unused = False
 
 
-#: How many samples the order is evaluated for at once: enough that numpy's cost per call vanishes, little
-#: enough that the first batch does not wait (a block takes 1 ms).
+#: Samples for which the order is computed at once: enough to amortize NumPy's overhead, few enough that the first
+#: batch does not wait (1 ms per block).
 BLOCK_SAMPLES = 4096
 
 
 class LeasedNumbers:
-    """The samples of each batch; none when there is no more, for now or at all."""
+    """The sample numbers of each batch; None if there are no more, for now or at all."""
 
     def __init__(self, loop: Loop, order: Order | ChunkedOrder) -> None:
         self._loop, self._order = loop, order
         self._lease = self._begin = 0
-        self._samples = np.empty(0, dtype=np.int64)  # of that lease, from there on
+        self._samples = np.empty(0, dtype=np.int64)  # of that lease, from that place on
 
     def next(self) -> npt.NDArray[np.int64] | None:
         piece = self._loop.next()
@@ -188,17 +194,17 @@ class LeasedNumbers:
 
 
 T = TypeVar("T")
-#: The samples of a shard from a sample on.
+#: Opens the samples of a shard, starting at a sample.
 OpenShard = Callable[[int, int], Iterator[T]]
 
 
 class LeasedShards(Generic[T]):
-    """The samples of each batch; none when there is no more, for now or at all. Batches do not cross shards."""
+    """The samples of each batch; None if there are no more, for now or at all. Batches do not cross shards."""
 
     def __init__(self, loop: Loop, open_shard: OpenShard[T]) -> None:
         self._loop, self._open_shard = loop, open_shard
         self._samples: Iterator[T] = iter(())
-        self._at = (0, 0)  # lease and place that come next in them
+        self._at = (0, 0)  # lease and place of the next sample
 
     def next(self) -> list[T] | None:
         while (piece := self._loop.next()) is not None:

@@ -1,4 +1,4 @@
-"""The samples of a worker: its loaders and what they read, how many it has had, what the coordinator recalls."""
+"""A worker's samples: its loaders, how many samples it has read, and recalls by the coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from syncline.core.leasing.loader import Loader
-from syncline.core.wire.leases import GaveBack, Recall, Use
+from syncline.core.wire.leases import GaveBack, LeaseAck, Recall
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError
 from syncline.net.link import Link
@@ -18,23 +18,23 @@ from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.data.leases import AsksCoordinator, BatchRange, EpochLeases, LeaseAcks, Pauses
 from syncline.worker.waits import StepClock
 
-_Key = tuple[int, str]  # the id of a source and the name that was given with it
+_Key = tuple[int, str]  # the id of a source and its name
 
 
 @dataclasses.dataclass
 class _Known:
-    source: object  # a weak reference; or itself where there is none, so that its id stays its own
+    source: object  # a weak reference; or the source itself if it has none, which keeps its id reserved
     name: str
     kind: Hashable
     num_begun: int = 0
 
 
 class Passes:
-    """Counts from 0, for each source and each name that it is read by."""
+    """Counts passes from 0, for each source and name."""
 
     def __init__(self) -> None:
         self._known: dict[_Key, _Known] = {}
-        self._gone: set[Hashable] = set()  # kinds of sources that were read, and are there no more
+        self._gone: set[Hashable] = set()  # kinds of sources that were read and deleted
 
     def next(
         self,
@@ -45,7 +45,7 @@ class Passes:
         kind: Hashable = None,
         named: Callable[[str], str] = str,
     ) -> tuple[str, int]:
-        """What `named` made of the name when the source was new under it, and the number of this pass, or `epoch`."""
+        """Returns the name that `named` gave the source when it was new, and the number of this pass, or `epoch`."""
         key = (id(source), name)
         known = self._known.get(key)
         if known is None:
@@ -55,7 +55,7 @@ class Passes:
         return known.name, number
 
     def is_gone(self, kind: Hashable) -> bool:
-        """Whether a source of this kind was read and let go."""
+        """Whether a source of this kind was read and deleted."""
         return kind in self._gone
 
     def _held(self, source: object, key: _Key) -> object:
@@ -66,13 +66,13 @@ class Passes:
 
 
 def _forget(known: dict[_Key, _Known], gone: set[Hashable], key: _Key, _: object) -> None:
-    """The source is gone, and its id may be another's next."""
+    """The source is deleted; its id may be reused."""
     if (entry := known.pop(key, None)) is not None and entry.kind is not None:
         gone.add(entry.kind)
 
 
 class CoordinatorAsks:
-    """The way to the coordinator: a job's own, with its words about waits; or one attempt."""
+    """Asks the coordinator, waiting like the job does, or once."""
 
     def __init__(self, ask: Callable[[Message], Message], link: Link) -> None:
         self.ask, self.try_ask = ask, link.try_call
@@ -83,42 +83,42 @@ class LoopHooks:
     """What a job does around the loops of its script."""
 
     begins_training: Callable[[], None] = lambda: None  #: before anything is read for a loop
-    between: Callable[[], None] = lambda: None  #: between two batches, with all that was read in steps
-    behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None  #: a loop has come to its end
+    between: Callable[[], None] = lambda: None  #: between two batches, when everything read is in steps
+    behind_epoch: Callable[[str, int], None] = lambda loader, epoch: None  #: a loop has ended
 
 
 class WorkerSamples:
-    """All that a job's loaders have in common."""
+    """What all loaders of a job share."""
 
     def __init__(
         self, asks: AsksCoordinator, lease_acks: LeaseAcks, times: StepClock, worker: Pauses, boundary: Boundary,
         hooks: LoopHooks = LoopHooks(),
     ) -> None:  # fmt: skip
-        """`boundary`: where the script stands between two batches."""
+        """`boundary`: the script's boundaries between batches."""
         self._asks, self.lease_acks, self._times, self._worker = asks, lease_acks, times, worker
         self.boundary, self.hooks = boundary, hooks
-        self.rests_first = False  #: a loop was left by an error: behind it all are level again
-        self.has_unused = False  #: a loop read samples, no step used them, and the user is still to be told
-        self.is_over = False  #: the job is left: the coordinator knows what to do with its leases
+        self.rests_first = False  #: a loop was left by an error: rest first, so that all workers are level
+        self.has_unused = False  #: a loop read samples without a step, and the user must be told
+        self.is_over = False  #: the worker has left; the coordinator handles its leases
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
         self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all
-        self.num_skipped = 0  #: epochs that the script was not given by `epochs(n)`: the job had finished them
-        self.is_in_epoch = False  #: the script is inside an epoch that `epochs(n)` has given it
-        self._runs: dict[str, tuple[int, int]] = {}  # loaders whose epochs are the run: the first of them, how many
-        self._run_by, self.run_done = "", -1.0  #: how much of the run is done, 0 to 1; before that it is not known
+        self.num_skipped = 0  #: epochs that `epochs(n)` skipped because the job had finished them
+        self.is_in_epoch = False  #: the script is inside an epoch of `epochs(n)`
+        self._runs: dict[str, tuple[int, int]] = {}  # loaders whose epochs make up the run: first epoch and number
+        self._run_by, self.run_done = "", -1.0  #: fraction of the run that is done; negative: unknown
         self._first_at = 0.0
         self._lock = threading.Lock()
         self._readings: dict[tuple[str, int], EpochLeases] = {}
         self._failed: list[tuple[EpochLeases, BatchRange]] = []  # batches that could not be read
-        self._left: list[EpochLeases] = []  # loops that are over, which the coordinator has not heard yet
+        self._left: list[EpochLeases] = []  # finished loops that the coordinator does not know of yet
         self._names: set[str] = set()
         self._begun: set[object] = set()
         self._num_step_loops = 0
-        self.passes = Passes()  #: over sources that are read by themselves, without a loader
+        self.passes = Passes()  #: over sources that are read without a loader
 
     def name_loader(self, name: str) -> str:
-        """The name that a loader has in all workers: its own, or its number in the order in which they are made."""
+        """The loader's name in all workers: given, or numbered in order of creation."""
         if not name:
             name = next(n for k in range(len(self._names) + 1) if (n := f"loader-{k}") not in self._names)
         elif name in self._names:
@@ -127,12 +127,12 @@ class WorkerSamples:
         return name
 
     def name_steps(self) -> str:
-        """The name of the next loop over steps, by the order in which a script makes them."""
+        """The name of the next loop over steps, numbered in order of creation."""
         self._num_step_loops += 1
         return f"steps-{self._num_step_loops - 1}"
 
     def has_begun(self, kind: object) -> bool:
-        """Whether a loader over such data has begun its first epoch before."""
+        """Whether a loader over such data has begun an epoch before."""
         known = kind in self._begun
         self._begun.add(kind)
         return known
@@ -153,9 +153,9 @@ class WorkerSamples:
     def close(
         self, reading: EpochLeases, unread: list[BatchRange], *, passes_over: bool, failed: bool = False
     ) -> None:
-        """The loop over an epoch is left. `failed`: the first of what is unread could not be read.
+        """Leaves the loop over an epoch. `failed`: the first unread batch could not be read.
 
-        Then that batch is kept for now: should this worker end by it, the job knows at which batch.
+        That batch is kept for now: if this worker dies of it, the job knows which batch it was.
         """
         with self._lock:
             self._readings.pop((reading.loader, reading.epoch), None)
@@ -169,7 +169,7 @@ class WorkerSamples:
         self._tell_left()
 
     def let_go(self) -> None:
-        """This worker goes on: what it could not read is for others to try."""
+        """This worker goes on: gives back the batches that it could not read."""
         while self._failed:
             reading, piece = self._failed.pop()
             reading.leave([piece], passes_over=False)
@@ -177,27 +177,27 @@ class WorkerSamples:
         self._tell_left()
 
     def _tell_left(self) -> None:
-        """Of loops that are left the coordinator hears, sooner or later: it may be away for longer than one waits."""
+        """Tells the coordinator of finished loops, as soon as it can be reached."""
         while self._left:
             self._left[0].tell_left()
             del self._left[0]
 
     def give_back(self, recall: Recall) -> GaveBack:
-        """In the thread that hears the coordinator: what is not begun is others'."""
+        """In the thread that reads from the coordinator: gives back what is not started."""
         with self._lock:
             reading = self._readings.get((recall.loader, recall.epoch))
         return reading.give_back() if reading is not None else GaveBack([])
 
-    def used(self) -> list[Use]:
-        """What commits of this worker have used so far, of leases that it may still have."""
+    def used(self) -> list[LeaseAck]:
+        """Ranges used by this worker's commits, of leases that it may still hold."""
         return self.lease_acks.committed()
 
-    def late(self) -> list[Use]:
-        """Likewise, of commits that were late."""
+    def late(self) -> list[LeaseAck]:
+        """Ranges of late commits."""
         return self.lease_acks.late()
 
     def are_told(self) -> bool:
-        """Whether that was all, once these two are asked for after this."""
+        """Whether the answers of `used` and `late`, if asked after this, are final."""
         return self.lease_acks.are_told()
 
     # -- counting -----------------------------------------------------------------------------------------
@@ -207,24 +207,26 @@ class WorkerSamples:
         self.progress = (epoch, 0, num_batches)
 
     def begin_run(self, loader: str, first_epoch: int, num_epochs: int) -> None:
-        """The run has so many epochs of this loader."""
+        """The run consists of this many epochs of this loader."""
         self._runs[loader] = (first_epoch, num_epochs)
         self.note_place(loader, first_epoch)
 
     def note_place(self, loader: str, epoch: int, fraction: float = 0.0) -> None:
-        """This worker comes to this place of an epoch."""
+        """Notes this worker's place in an epoch."""
         run = self._runs.get(loader)
         if run is not None and epoch < sum(run):
             first, num_epochs = run
             self.note_progress((epoch - first + fraction) / num_epochs, by=loader)
 
     def note_progress(self, fraction: float, *, by: str) -> None:
-        """How much of the run is done, 0 to 1, by this loop. It never goes back; another loop has its own count."""
+        """Notes the fraction of the run that is done, by this loop. It never decreases; each loop has its own
+        count.
+        """
         self.run_done = max(fraction, self.run_done) if by == self._run_by else fraction
         self._run_by = by
 
     def read(self, piece: BatchRange) -> None:
-        """The script has got this batch: the next commit says so."""
+        """The script has received this batch; the next commit acknowledges it."""
         self.lease_acks.read(piece)
         self.took(len(piece))
 

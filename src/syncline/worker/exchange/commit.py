@@ -16,7 +16,7 @@ from syncline.core.codecs.pieces import Encoded
 from syncline.core.layout import Ranges
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import Option
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskClip, CommitStaged, Committed, GiveClip, Stage
 from syncline.errors import (
@@ -43,11 +43,11 @@ class Push:
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()
     as_staged: frozenset[int] = frozenset()  #: slices that were staged early, and are what they were then
-    finite: Ranges = ()  #: of those pushed, which were found to be so while they were copied; others are looked at
+    finite: Ranges = ()  #: pushed parameters found finite while they were copied; others are checked
 
 
 _MOMENT = 0.002
-#: Errors that the next roster mends: the commit is replayed.
+#: Errors that the next roster resolves: the commit is replayed.
 MENDED = (ConnectionLost, Refresh)
 
 
@@ -57,9 +57,9 @@ _NOBODY: list[CommitFlow] = []
 class CommitFlow:
     """The state machine of one commit over all servers.
 
-    With a window there are several: what is told to count is told in the order of the clocks (`before`), whichever
-    is acknowledged first. `squared_norm`: of a replayed commit, the norm it was clipped by. `decider`: the part of
-    the server that decides, with spare workers. `at_once`: staging commits too.
+    With a window there are several: commits are sent in clock order (`before`), whichever is acknowledged first.
+    `squared_norm`: the norm that a replayed commit was clipped by. `decider`: the server that decides, with spare
+    workers. `at_once`: staging also commits.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CommitFlow:
             self.end(error)
 
     def _follow(self, ask: Callable[[ServerCommit], Call], server_commits: Sequence[ServerCommit]) -> None:
-        """What follows from the answers, in whichever thread brought the last of them; unless it was given up."""
+        """Acts on the answers, in the thread that delivers the last one, unless the commit was given up."""
         with self._lock:
             if self._is_given_up:
                 return
@@ -130,14 +130,15 @@ class CommitFlow:
             self.end(error)
 
     def _see_what_broke(self) -> None:
-        """A server is gone, or knows of a reconfiguration: the others may not answer before this worker follows
-        it."""
+        """A server is gone or knows of a reconfiguration: end early, since the others may not answer before this
+        worker follows.
+        """
         error = self.refusal()
         if isinstance(error, (*MENDED, FencedError)):
-            self.end(error)  # anything else is told when all have answered, or when it takes long
+            self.end(error)  # other errors are raised when all have answered, or after a timeout
 
     def refusal(self) -> SynclineError | None:
-        """What a server has said instead of an answer; what can be mended comes first."""
+        """A server's error; errors that a replay resolves come first."""
         found: SynclineError | None = None
         for server_commit in self.server_commits:
             if server_commit.call is not None and server_commit.call.is_done and server_commit.call.answer is None:
@@ -150,7 +151,7 @@ class CommitFlow:
         return found
 
     def give_up(self) -> None:
-        """Returns when nothing more is sent for this commit: it is replayed."""
+        """Returns when nothing more is sent for this commit. It is replayed later."""
         with self._lock:
             self._is_given_up = True
         while self._following:
@@ -174,7 +175,7 @@ class CommitFlow:
             self._tell()
 
     def _let_pass(self, other: CommitFlow) -> bool:
-        """Whether the one behind may be told to count; if not, it is when this one has been."""
+        """Whether the next commit may be sent now; if not, this one releases it."""
         with self._lock:
             if self._latch.is_open and self.error is not None:
                 raise self.error
@@ -184,7 +185,7 @@ class CommitFlow:
         return True
 
     def _tell(self) -> None:
-        """What is staged counts, on every server."""
+        """Commits what is staged, on every server."""
         if self._decider is not None:
             self._next, self._is_deciding = self._decided, True
             self._is_staging = False
@@ -202,7 +203,7 @@ class CommitFlow:
             other._tell()
 
     def _decided(self) -> None:
-        """The round is closed, with this commit or without it: the others are told so."""
+        """The round is closed, with or without this commit: tells the other servers."""
         decider = self._decider
         assert decider is not None and decider.call is not None
         answer = decider.call.wait(0)
@@ -233,11 +234,11 @@ class CommitFlow:
 
     def _clip(self, shares: Sequence[float]) -> None:
         if len(shares) == len(self.server_commits):
-            # In the order of the servers: every worker comes to the same sum.
+            # In server order: every worker computes the same sum.
             self.squared_norm = sum(shares)
         elif self.squared_norm is None:
-            # It was lost with another server; some other worker may know it, and bring it there meanwhile. A Refresh
-            # would wait for the next roster: this is asked again in a moment.
+            # The norm was lost with another server; another worker may bring it meanwhile. ConnectionLost retries in
+            # a moment, where a Refresh would wait for the next roster.
             raise ConnectionLost(f"step {self.clock} is clipped on some servers, and its norm is not known here")
         norm = self.squared_norm
         asking = [
@@ -248,7 +249,7 @@ class CommitFlow:
         self._follow(lambda server_commit: server_commit.clip(self.clock, norm), asking)
 
     def end(self, error: SynclineError | None) -> None:
-        """It is over, well or by this error; a later end changes nothing."""
+        """Ends the commit, with this error if any. Later calls have no effect."""
         with self._lock:
             if self._latch.is_open:
                 return
@@ -256,7 +257,7 @@ class CommitFlow:
             self._latch.open()
             behind, self._behind = self._behind, _NOBODY
         if error is not None:
-            for other in behind:  # would be refused for want of this one
+            for other in behind:  # they would be refused without this one
                 other.end(error)
 
     @property
@@ -264,7 +265,7 @@ class CommitFlow:
         return self._latch.is_open
 
     def done(self) -> bool:
-        """Whether it is over; reads what has arrived where no other thread does."""
+        """Whether it is over. Reads connections that no other thread reads."""
         if not self._latch.is_open:
             for server_commit in self.server_commits:
                 if server_commit.call is not None:
@@ -272,7 +273,7 @@ class CommitFlow:
         return self._latch.is_open
 
     def arrives(self, seconds: float) -> bool:
-        """Waits; whether it was over in time, well or not."""
+        """Waits; returns whether the commit ended in time."""
         if self.is_over:
             return True
         until = time.monotonic() + seconds
@@ -282,17 +283,16 @@ class CommitFlow:
         return True
 
     def wait_until_staged(self, timeout_seconds: float) -> None:
-        """Where the waiter reads: until every server has acknowledged, and was told that it counts, or the one that
-        decides was."""
+        """If this thread reads: waits until all servers have staged and were told to commit, or the decider was."""
         self._go_on_while(lambda: self._is_staging, timeout_seconds)
 
     @property
     def waits_for_decision(self) -> bool:
-        """Where the waiter reads: whether the others are to be told by it when the round is closed."""
+        """If this thread reads: whether it must tell the other servers when the round is closed."""
         return self._is_deciding and not self._latch.is_open and self._is_read_by_waiter
 
     def wait_until_decided(self, timeout_seconds: float) -> None:
-        """Until the others were told, too, that it counts."""
+        """Waits until the other servers are told to commit, too."""
         self._go_on_while(lambda: self._is_deciding, timeout_seconds)
 
     @property
@@ -311,14 +311,14 @@ class CommitFlow:
                 raise WaitTimeout(f"no answer within {timeout_seconds:g} s")
 
     def go_on(self, seconds: float) -> bool:
-        """Waits for something to happen, and reads it where the waiter reads; False when nothing did in time."""
+        """Waits for progress, reading connections if this thread reads; False on timeout."""
         if seconds < 0:
             return False
         for server_commit in self.server_commits:
             call = server_commit.call
             if call is not None and call.is_read_by_waiter and not call.is_done:
                 return call.read(seconds)
-        # What other threads read, they bring; or they are about to, between an answer and what follows from it.
+        # Other threads deliver their own connections, or are about to act on an answer.
         mixed = self._is_read_by_waiter
         return self._latch.wait(min(seconds, _MOMENT) if mixed else seconds) or mixed
 
@@ -327,7 +327,7 @@ _LOOK_SECONDS = 0.05
 
 
 class ServerCommit:
-    """How to ask one server in the course of a commit, and what it answered."""
+    """One server's part of a commit: the request and its answer."""
 
     __slots__ = ("_buffers", "_endpoint", "_message", "_parts", "answer", "call", "earlier", "receiver", "server")
 
@@ -373,7 +373,7 @@ class ServerCommit:
         )
 
     def await_more(self, flow: CommitFlow, numbers: set[int], seconds: float) -> None:
-        """Waits for something more from this server, or for the flow that it belongs to."""
+        """Waits for more from this server, or for its commit to end."""
         if self.is_read_by_waiter:
             if self.call is not None and not self.call.is_done:
                 self.call.read(seconds)
@@ -384,13 +384,13 @@ class ServerCommit:
             self.receiver.wait_for(numbers, min(seconds, _LOOK_SECONDS))
 
     def finish(self) -> None:
-        """The commit is answered everywhere: new parameters land."""
+        """The commit is answered everywhere: receives the remaining parameters."""
         if self.receiver is not None:
             assert self.answer is not None
             self.receiver.finish(self.answer)
 
     def give_up(self) -> None:
-        """The commit is replayed with other servers: nothing more lands from this one."""
+        """The commit is replayed with other servers: nothing more is received from this one."""
         if self.receiver is not None:
             self.receiver.give_up()
 
@@ -402,8 +402,22 @@ class ServersTicket:
     """A push under way, with all that a replay needs. `wait` may be called again after a WaitTimeout."""
 
     __slots__ = (
-        "_finish", "_wait_for", "back_at", "changed", "clock", "encoded", "flow", "generation", "is_early", "landed",
-        "phase", "push", "server_commits", "slot", "target", "uses",
+        "_finish",
+        "_wait_for",
+        "acks",
+        "back_at",
+        "clock",
+        "encoded",
+        "flow",
+        "generation",
+        "is_early",
+        "is_edited",
+        "landed",
+        "phase",
+        "push",
+        "server_commits",
+        "slot",
+        "target",
     )  # fmt: skip
 
     def __init__(
@@ -417,16 +431,18 @@ class ServersTicket:
         finish: Callable[[ServersTicket, float | None], None],
         wait_for: Callable[[ServersTicket, Collection[int]], bool],
     ) -> None:
-        """`finish` waits for the answers and lands them; `wait_for` returns whether these slices have landed."""
+        """`finish` waits for the answers and receives the parameters; `wait_for` returns whether these slices are
+        here.
+        """
         self.push, self.target, self._finish, self._wait_for = push, target, finish, wait_for
         self.clock, self.phase, self.back_at, self.slot = clock, phase, back_at, slot
         self.server_commits: Sequence[ServerCommit] = ()
-        self.flow = _NOT_YET  # on its way
-        self.generation = 0  # under which it is on its way
+        self.flow = _NOT_YET  # in flight
+        self.generation = 0  # of the attempt in flight
         self.landed = False
-        self.uses: list[Use] = []  # of leases
+        self.acks: list[LeaseAck] = []  # of leases
         self.encoded: dict[int, Encoded] = {}  # by slice: as it goes out, again and again
-        self.is_early, self.changed = False, list[int]()  # whether slices were staged early; those that changed since
+        self.is_early = self.is_edited = False  # slices were staged early; some of them have changed since
 
     def done(self) -> bool:
         return self.landed or self.flow.done()
@@ -441,7 +457,7 @@ class ServersTicket:
             self.wait()
 
     def unanswered(self) -> list[str]:
-        """The servers whose answer is not here."""
+        """The servers that have not answered."""
         return [
             server_commit.server
             for server_commit in self.server_commits
@@ -449,13 +465,13 @@ class ServersTicket:
         ]
 
     def failed_by(self, error: SynclineError) -> SynclineError:
-        """It cannot be sent, by a fault of the user's codec: `wait` raises this."""
+        """The user's codec failed: `wait` raises this error."""
         self.flow = CommitFlow(self.clock, ())
         self.flow.end(error)
         return error
 
     def give_up(self) -> None:
-        """Nothing more is sent for it, and nothing of it lands, until it is replayed."""
+        """Stops sending and receiving until it is replayed."""
         self.flow.give_up()
         for server_commit in self.server_commits:
             server_commit.give_up()

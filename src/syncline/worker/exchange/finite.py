@@ -1,8 +1,8 @@
-"""Whether what is pushed is finite; a push that is not is refused here, at the worker, before it counts anywhere.
+"""Checks that pushes are finite. The worker refuses one that is not, before it counts anywhere.
 
-A step counts on all servers or on none, and only the worker sees the whole push before that is decided.
+A step counts on all servers or on none, and only the worker sees the whole push in time.
 
-Copies with digests are made by the same pieces: whether a source is still what was copied takes one read, not two.
+Copies with digests use the same pieces: a later comparison with the source then takes one read, not two.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from syncline.errors import RuleError
 from syncline.worker.arrays import Bytes, count_threads, share
 from syncline.worker.exchange.commit import Push
 
-#: As much is looked at in one go: what was just copied, or looked at before, is still in the core's own cache.
+#: Piece size: data just copied or checked is still in the core's cache.
 PIECE_BYTES = 512 << 10
-#: What is read once and lies in place has no use for the cache: the longer a piece, the faster it is read.
+#: Data read once in place does not need the cache: longer pieces are read faster.
 LONG_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
-#: So many bytes are looked at while they are copied; fewer are still in the cache afterwards.
+#: From this size on, data is checked while it is copied; smaller data is still in the cache afterwards.
 LOOK_BYTES = 1 << 20
-_PIECES_AT_ONCE = 8  # a thread takes so many
+_PIECES_AT_ONCE = 8  # per turn of a thread
 SAY_SECONDS = 1.0
-_MOST_PLANS = 64  # what is worked out once for a push and kept
-#: The bits of +Inf, and what they are read as. Without its sign, whatever is not finite is at least that.
+_MOST_PLANS = 64  # cached plans
+#: The bit pattern of +Inf and the integer types to read it as. Without its sign, a non-finite number is at least
+#: that.
 _INFINITY: dict[str, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]], int]] = {
     "float16": (np.int16, np.uint16, 0x7C00),
     "bfloat16": (np.int16, np.uint16, 0x7F80),
@@ -57,7 +58,7 @@ class Bits:
         self._minus_infinity = self._infinity | 1 << 8 * FLOATS[dtype] - 1
 
     def is_finite(self) -> bool:
-        """Read as signed, +Inf and NaN with a plus are the largest; as unsigned, those with a minus."""
+        """Signed, +Inf and positive NaN are the largest; unsigned, the negative ones are."""
         return bool(
             np.maximum.reduce(self._signed) < self._infinity
             and np.maximum.reduce(self._unsigned) < self._minus_infinity
@@ -65,24 +66,24 @@ class Bits:
 
 
 class Halves:
-    """float32, as fast as memory is read: the product of one half and the other is finite only if all numbers are.
+    """Checks float32 at memory speed: the dot product of both halves is finite only if all numbers are.
 
-    float64 goes by its bits: BLAS would share the work among threads of its own, which then spin.
+    float64 is checked by bits: BLAS would start threads, which then spin.
     """
 
     __slots__ = ("_one", "_two")
 
     def __init__(self, data: Bytes) -> None:
         values = data.view(np.float32)
-        size = (values.size + 1) // 2  # the middle one of an odd number is in both
+        size = (values.size + 1) // 2  # an odd count has its middle number in both halves
         self._one, self._two = values[:size], values[values.size - size :]
 
     def is_finite(self) -> bool:
-        """False also where the product of finite numbers overflows."""
+        """False also if the product of finite numbers overflows."""
         return math.isfinite(self._one.dot(self._two))
 
 
-@np.errstate(all="ignore")  # what is found is told by name; the user's own settings would warn, or raise
+@np.errstate(all="ignore")  # findings are reported by name; the user's settings might warn or raise
 def _are_finite(pieces: Sequence[Bits | Halves]) -> bool:
     for piece in pieces:  # noqa: SIM110 - `all` over a generator takes longer than a small piece
         if not piece.is_finite():
@@ -91,7 +92,7 @@ def _are_finite(pieces: Sequence[Bits | Halves]) -> bool:
 
 
 class PushedPlace(NamedTuple):
-    """Where a pushed parameter that has to be finite lies."""
+    """The location of a pushed parameter that must be finite."""
 
     parameter: Parameter
     segment: int
@@ -100,7 +101,7 @@ class PushedPlace(NamedTuple):
 
 
 class FinitePlan:
-    """What is looked at for one set of pushed parameters in one slot."""
+    """What to check for one set of pushed parameters in one slot."""
 
     def __init__(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> None:
         self._places = list(_places(pushed, layout))
@@ -108,8 +109,8 @@ class FinitePlan:
         self._arenas = [(segment, slot, arena(segment, slot)) for segment in segments.values()]
         self._data = {segment.index: array for segment, _, array in self._arenas}
         self._small: list[npt.NDArray[np.float32]] = []
-        self._groups: list[list[Bits | Halves]] = []  # a thread takes one after the other
-        self._num_bytes = 0  # of the groups
+        self._groups: list[list[Bits | Halves]] = []  # threads take one at a time
+        self._num_bytes = 0  # total of the groups
         for run in _runs(self._places):
             data, dtype = self._data[run.segment][run.begin : run.end], run.parameter.dtype
             if dtype == "float32" and data.size <= SMALL_BYTES:
@@ -129,13 +130,13 @@ class FinitePlan:
     def first_bad(self) -> str | None:
         """The first parameter that is not finite."""
         try:
-            # The fastest look there is at a few numbers: squares add up to something finite only if all of them are.
+            # Fastest for a few numbers: the sum of squares is finite only if all numbers are.
             for values in self._small:
                 if not values.dot(values) < math.inf:
                     return self._first_bad_exactly()
-        except (FloatingPointError, RuntimeWarning):  # as the user has set NumPy
+        except (FloatingPointError, RuntimeWarning):  # depends on the user's NumPy settings
             return self._first_bad_exactly()
-        # Bytes between parameters may be anything, and a product may overflow: only an exact look refuses.
+        # Bytes between parameters are arbitrary and a product may overflow: only an exact check refuses.
         return self._first_bad_exactly() if self._groups and not self._are_groups_finite() else None
 
     def _are_groups_finite(self) -> bool:
@@ -151,20 +152,20 @@ class FinitePlan:
 
 
 def _places(pushed: Ranges, layout: Layout) -> Iterator[PushedPlace]:
-    """Every pushed parameter that has to be finite, in the order of their places."""
+    """Every pushed parameter that must be finite, in memory order."""
     for segment in layout.segments:
         first, count = segment.first_parameter, len(segment.parameters)
         for start, stop in pushed:
             for index in range(max(start - first, 0), min(stop - first, count)):
                 parameter, begin = segment.parameters[index], segment.offsets[index]
-                # As at the registration: what is assigned may hold -inf, as masks do.
+                # As at registration: assigned values may contain -inf, as masks do.
                 is_free = segment.rule_of(parameter).name == "Assign" or parameter.dtype not in FLOATS
                 if parameter.num_bytes and not is_free:
                     yield PushedPlace(parameter, segment.index, begin, begin + parameter.num_bytes)
 
 
 def _runs(places: list[PushedPlace]) -> Iterator[PushedPlace]:
-    """Neighbours of one dtype as one, with the few bytes between them."""
+    """Merges neighbours of one dtype, including the few bytes between them."""
     run: PushedPlace | None = None
     for place in places:
         if run is not None and _are_neighbours(run, place):
@@ -187,7 +188,7 @@ def look_at(data: Bytes, dtype: str, exact: bool = False) -> Bits | Halves:
 
 
 def _cut(data: Bytes, dtype: str, exact: bool = False) -> Iterator[Bits | Halves]:
-    """Bits are read twice, so in pieces that stay in the cache meanwhile."""
+    """Bits are read twice, so pieces must fit into the cache."""
     for piece in _split(data, PIECE_BYTES if exact or dtype != "float32" else LONG_BYTES):
         yield look_at(piece, dtype, exact)
 
@@ -201,9 +202,9 @@ Copied = tuple[Bytes, Bytes, str]
 
 
 def copy_finite(copies: Sequence[Copied]) -> bool:
-    """Copies each (target, source) of a dtype, and looks at it while it is in the cache: whether all is finite.
+    """Copies each (target, source) and checks it while it is in the cache. Returns whether all is finite.
 
-    False also where a product of finite numbers overflows; integers are not looked at.
+    False also if a product of finite numbers overflows. Integers are not checked.
     """
     parts = [
         (target[start : start + PIECE_BYTES], source[start : start + PIECE_BYTES], dtype)
@@ -223,11 +224,11 @@ def _copy_group(told: list[bool], group: Sequence[Copied]) -> bool:
         target[:] = source
         if dtype in FLOATS and not look_at(target, dtype).is_finite():
             told[0] = False
-    return True  # everything is copied, whatever it is
+    return True  # everything is copied in any case
 
 
 class FiniteCheck:
-    """Lets finite pushes through and makes others void; who is not finite again and again is quarantined."""
+    """Admits finite pushes and voids others. A worker with repeated non-finite pushes is quarantined."""
 
     def __init__(
         self, config: JobConfig, who: str, say: Callable[[str], None], now: Callable[[], float] = time.monotonic
@@ -235,19 +236,19 @@ class FiniteCheck:
         self._config, self._who, self._say, self._now = config, who, say, now
         self._others = "the round goes on" if policy_of(config).in_rounds else "the job goes on"
         self.num_refused = 0  #: pushes that were not finite
-        self.is_quarantined = False  #: whether nothing that this worker pushes counts any more
+        self.is_quarantined = False  #: whether this worker's pushes no longer count
         self._is_on = config.check_finite
         self._in_a_row = 0
         self._said: float | None = None
         self._plans: dict[tuple[Ranges, int, int], FinitePlan] = {}
 
     def admit(self, push: Push, clock: int, layout: Layout, arena: Arena, slot: int) -> Push:
-        """The push as it may count: as it is, or void, so that its clock advances and nothing else."""
+        """Returns the push, or a void one that only advances the clock."""
         if self.is_quarantined:
             if self._config.workers == 1:
                 raise self._for_nothing(f"step {clock} would not count")
             return void(push)
-        if push.skip or not self._is_on:  # a scaler's overflow is no offence
+        if push.skip or not self._is_on:  # a scaler's overflow is no fault
             return push
         plan = self._plan(without(push.pushed, push.finite), layout, arena, slot)
         if plan.is_empty and not push.finite:
@@ -286,7 +287,7 @@ class FiniteCheck:
             )
 
     def _for_nothing(self, what: str) -> RuleError:
-        """The only worker is quarantined: no parameter would ever change again."""
+        """The only worker is quarantined: no parameter would change again."""
         return RuleError(
             f"{self._who}: {what}; {self._in_a_row} pushes in a row were not, and no other worker is there to go on. "
             "Lower the learning rate, clip (clip_norm), or look for NaN in the data; "
@@ -295,19 +296,19 @@ class FiniteCheck:
 
 
 def void(push: Push) -> Push:
-    """The same commit with nothing in it. What the chief says for its round still counts."""
+    """The same commit without gradients. The chief's hyperparameters still count."""
     return dataclasses.replace(push, pushed=(), weight=0.0, skip=False, finite=())
 
 
 class Digested(NamedTuple):
-    """Of a copy: a digest of each piece, and whether all of it was found to be finite by the way."""
+    """Digests of a copy's pieces, and whether all of it is finite."""
 
     digests: Sequence[bytes]
     is_finite: bool
 
 
 def copy_digested(target: Bytes, source: Bytes, dtype: str, *, look: bool) -> Digested:
-    """Copies, and reads each piece again while it is in the cache. `look`: whether it is finite is asked."""
+    """Copies, and reads each piece again while it is cached. `look`: also check that it is finite."""
     starts = range(0, target.size, PIECE_BYTES)
     digests, told = [b""] * len(starts), [True]
     copy = functools.partial(_copy, target, source, dtype if look and dtype in FLOATS else "", digests, told)
@@ -315,18 +316,18 @@ def copy_digested(target: Bytes, source: Bytes, dtype: str, *, look: bool) -> Di
     return Digested(digests, look and told[0])
 
 
-@np.errstate(all="ignore")  # what is not finite is told by name, later
+@np.errstate(all="ignore")  # non-finite numbers are reported later, by name
 def _copy(target: Bytes, source: Bytes, look: str, digests: list[bytes], told: list[bool], start: int) -> bool:
     piece = target[start : start + PIECE_BYTES]
     piece[:] = source[start : start + PIECE_BYTES]
     digests[start // PIECE_BYTES] = xxhash.xxh3_128_digest(piece.data)
     if look and not look_at(piece, look).is_finite():
         told[0] = False
-    return True  # everything is copied, whatever it is
+    return True  # everything is copied in any case
 
 
 def is_same(source: Bytes, digests: Sequence[bytes]) -> bool:
-    """Whether it has the bytes that were copied from it."""
+    """Whether the source still has the bytes that were copied."""
 
     def looks_so(number: int) -> bool:
         start = number * PIECE_BYTES

@@ -1,4 +1,4 @@
-"""Whether rounds count this worker, and since where: its phase, its rests, its coming and its going."""
+"""Whether rounds count this worker: its phase, rests, entering and leaving."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from syncline.net.link import Link
 from syncline.worker.exchange.replay import Replay
 from syncline.worker.exchange.routes import ServerRoutes
 
-#: For a server to say whether a round waits for this worker.
+#: How long a server may take to say whether a round waits for this worker.
 _WHY_SECONDS = 5.0
 
 
 class Participation:
-    """What a worker tells the servers about itself; told again to all of them when they change."""
+    """A worker's participation as told to the servers; told again when the servers change."""
 
     def __init__(
         self,
@@ -32,26 +32,27 @@ class Participation:
         wait_seconds: float,
         is_in_loop: Callable[[], bool],
     ) -> None:
-        """`is_late`: the job was complete before this worker joined; it enters with its first commit. `is_in_loop`:
-        whether the script is in a loop over a loader."""
+        """`is_late`: the worker joined a running job and enters with its first commit. `is_in_loop`: whether the
+        script is in a loop over a loader.
+        """
         self._routes, self._replay, self._link, self._is_in_loop = routes, replay, link, is_in_loop
         self._policy, self._wait_seconds = policy, wait_seconds
         self._stretch, self._rested = 0, False
         self._is_active, self._is_away = True, False
         self.is_late, self.is_leaving = is_late, False
         self._enters_again, self._num_entries = False, 0
-        self.back_at: int | None = None  # where it stands from its next commit on
-        self.num_void = 0  # commits with nothing in them to make before the next one
-        self.entered_at = 0  # the job's steps before its first commit since it last entered
+        self.back_at: int | None = None  # its position from the next commit on
+        self.num_void = 0  # void commits to make before the next one
+        self.entered_at = 0  # the job's steps before its first commit since it entered
 
     @property
     def phase(self) -> int:
-        """Of the next commit."""
+        """The phase of the next commit."""
         return self._stretch + self._rested
 
     @property
     def must_enter(self) -> bool:
-        """Where its next commit stands, only the coordinator knows."""
+        """Whether the coordinator must assign the position of the next commit."""
         return self.is_late or self._enters_again
 
     @property
@@ -63,7 +64,7 @@ class Participation:
         self._is_active, self._is_away, self.back_at = True, False, None
 
     def come_back(self) -> None:
-        """After a rest, or at the first commit of one who came late: where it stands is the same at every server."""
+        """Enters after a rest, or late: the coordinator assigns the same position on all servers."""
         is_bounded = self._policy.kind == "bounded"
         if self.must_enter:
             if faults.armed is not None:
@@ -71,7 +72,7 @@ class Participation:
             loop = self.phase // LOOP * LOOP if self._is_in_loop() else -1
             answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
-            # A worker that paused is in its loop's rounds again, not in a phase of its own after them.
+            # A worker that paused joins the rounds of its loop again, not a later phase.
             self._stretch, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
@@ -83,11 +84,11 @@ class Participation:
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)
 
     def pause(self, *, if_active: bool = False, if_awaited: bool = False) -> None:
-        """In no more rounds of this phase; said once, until there is a commit in the next. `if_awaited`: only when
-        a round waits for this worker.
+        """Takes no part in further rounds of this phase. Sent once until the next commit. `if_awaited`: only if a
+        round waits for this worker.
 
-        In rounds there is no next phase within a loop: its rounds would wait for all who have paused, and those
-        maybe for it. The next commit enters again, beside the others.
+        Policies with rounds have no next phase within a loop: its rounds would wait for all paused workers, which may
+        wait for this one. The next commit enters again.
         """
         has_paused = (self._rested and self.phase % LOOP > 0) or (if_active and not self._is_active)
         if has_paused or (if_awaited and not self._routes.is_awaited(_WHY_SECONDS)):
@@ -97,7 +98,7 @@ class Participation:
             self._enters_again = self._policy.stands_still
 
     def rest(self) -> None:
-        """In no more rounds of this loop."""
+        """Takes no part in further rounds of this loop."""
         self._enters_again = self._is_away and self._policy.in_rounds
         self._rest_from(self.phase // LOOP * LOOP + LOOP - 1)
 
@@ -105,14 +106,16 @@ class Participation:
         self._stretch, self._rested, self._is_active = phase, True, False
         self._tell_again()
 
-    def step_aside(self) -> int:
-        """In no round at all until its next commit; the phase that it would be in."""
+    def enter_barrier(self) -> int:
+        """Takes no part in any round until the next commit. Returns the current phase."""
         self._is_active, self._is_away = False, True
         self._tell_again()
         return self.phase
 
     def pass_barrier(self, passed: Passed) -> None:
-        """Behind it everyone is in the same, new phase; who came late to it is away until its next commit."""
+        """Starts the phase after the barrier, common to all workers. A worker that arrived late stays out until
+        its next commit.
+        """
         self._stretch, self._rested = passed.phase, False
         self._is_active, self._is_away = not passed.is_away, passed.is_away
         self._enters_again = passed.is_away and self._policy.in_rounds
@@ -121,8 +124,9 @@ class Participation:
         self._replay.again(self.tell, self._wait_seconds)
 
     def tell(self) -> None:
-        """Tells every server that this worker rests or is at a barrier; one that joined late and has not entered is
-        not counted."""
+        """Tells every server that this worker rests or is at a barrier. A late worker that has not entered is not
+        counted anyway.
+        """
         if self._is_active or self.is_late or self.is_leaving:
             return
         if self._rested:
@@ -131,11 +135,11 @@ class Participation:
             self._routes.ask_all(Rest(self._stretch, True))
 
     def leave(self) -> None:
-        """No round waits for it any more."""
+        """No round waits for this worker any more."""
         if self.is_late or self.is_leaving:
             return
         self.is_leaving = True
         try:
             self._replay.again(lambda: self._routes.ask_all(Leave()), self._wait_seconds)
         except FencedError:
-            return  # it was taken already
+            return  # the servers know already

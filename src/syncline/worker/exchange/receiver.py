@@ -1,11 +1,11 @@
-"""How new parameters come in from one server.
+"""Receives new parameters from one server.
 
-`ServerReader` reads a server's parameters: from its shared memory, never torn, or over the socket. In shared memory a
-copy is optimistic: it counts if the server says afterwards that nothing was written meanwhile. After two copies of a
-slice have been overtaken, the slice is pinned for the third; in a ring, where a worker reads its own server's copies,
-the server sends it instead.
+`ServerReader` reads a server's parameters from its shared memory, never torn, or over the socket. In shared memory a
+copy is optimistic: it is valid if the server confirms afterwards that nothing was written meanwhile. After two failed
+copies the slice is pinned for the third. In a ring, where a worker reads its own server's copies, the server sends it
+instead.
 
-`CommitReceiver` takes one commit's new parameters: slice by slice as they are applied, or all at the end.
+`CommitReceiver` receives one commit's new parameters: slice by slice as they are applied, or all at the end.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ OPTIMISTIC_COPIES = 2
 
 
 class ServerReader:
-    """What a worker can see of one server's parameters."""
+    """Reads the parameters of one server."""
 
     def __init__(self, endpoint: Endpoint, wait_seconds: float, *, pins: bool = True) -> None:
-        """`pins`: whether slices there can be pinned; else bytes are asked for in the place of that."""
+        """`pins`: whether slices there can be pinned; otherwise their bytes are requested."""
         self._endpoint, self._wait_seconds, self._pins = endpoint, wait_seconds, pins
         self._blocks: dict[int, Memory] = {}
-        self._sources: dict[int, Bytes] = {}  # slices in the server's own memory
-        self._landing: dict[tuple[int, int], Bytes] = {}  # slot, slice
-        self.change = threading.Condition()  # a part of an answer has come
+        self._sources: dict[int, Bytes] = {}  # slices in the server's memory
+        self._buffers: dict[tuple[int, int], Bytes] = {}  # slot, slice
+        self.change = threading.Condition()  # notified when a part of an answer arrives
 
     def look(self, hosted: Sequence[Slice]) -> None:
-        """Where these slices lie at this server, as far as it is on this host and shares them."""
+        """Maps these slices, if the server is on this host and shares them."""
         if not self._endpoint.shares_memory or not (hosted or self._blocks):
             return
         answer = self._endpoint.call(AskHosted()).wait(self._wait_seconds)
@@ -65,7 +65,7 @@ class ServerReader:
         try:
             call.wait(self._wait_seconds)
         except ProtocolError:
-            return None  # it could not get shared memory, and has said so: the socket it is
+            return None  # no shared memory available, as reported: use the socket
         if call.attachment is None or call.attachment.array.nbytes < num_bytes:
             raise ProtocolError(f"{self._endpoint.peer} gave no memory for block {number}")
         return call.attachment
@@ -74,11 +74,11 @@ class ServerReader:
         return part.id in self._sources
 
     def source(self, part: Slice) -> Bytes:
-        """The slice in the server's own memory."""
+        """The slice in the server's memory."""
         return self._sources[part.id]
 
     def mapped(self) -> list[Bytes]:
-        """All of the server's memory that is mapped here."""
+        """All memory of the server that is mapped here."""
         return [memory.array for memory in list(self._blocks.values())]
 
     # -- shared memory ------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class ServerReader:
     def copy_verified(
         self, parts: Sequence[Slice], versions: Sequence[int], clocks: Clocks, target: Target
     ) -> list[int]:
-        """Copies slices that had these versions, while others may write them; what was torn is copied again."""
+        """Copies slices of these versions while they may be written. Torn copies are repeated."""
         if not parts:
             return []
         found = {part.id: (version, clocks) for part, version in zip(parts, versions, strict=True)}
@@ -131,7 +131,7 @@ class ServerReader:
     # -- either way ---------------------------------------------------------------------------------------
 
     def pull(self, parts: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
-        """Parameters now, or once they are new enough; their versions."""
+        """Reads parameters, now or once they are new enough. Returns their versions."""
         shared = [part for part in parts if self.maps(part)]
         remote = [part for part in parts if not self.maps(part)]
         versions: dict[int, int] = {}
@@ -149,7 +149,7 @@ class ServerReader:
 
     def _pull_bytes(self, parts: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
         message = Pull([part.id for part in parts], min_version, True)
-        # A pull that may be given up must not write into the caller's arrays later: it lands beside them.
+        # A pull that may be abandoned must not write to the caller's arrays later: use separate buffers.
         beside = [np.empty(part.num_bytes, np.uint8) for part in parts] if min_version is not None else []
         target.kept.update((part.id, None) for part in parts)
         into = [buffer_of(a) for a in beside] or [buffer_of(view) for part in parts for view in target.views(part)]
@@ -163,11 +163,11 @@ class ServerReader:
         return answer.versions
 
     def buffer(self, slot: int, part: Slice) -> Bytes:
-        """Where a slice lands over the socket while the model computes on."""
+        """The receive buffer of a slice, while the model computes on."""
         key = (slot, part.id)
-        if key not in self._landing:
-            self._landing[key] = np.empty(part.num_bytes, np.uint8)
-        return self._landing[key]
+        if key not in self._buffers:
+            self._buffers[key] = np.empty(part.num_bytes, np.uint8)
+        return self._buffers[key]
 
     def close(self) -> None:
         for memory in self._blocks.values():
@@ -176,7 +176,7 @@ class ServerReader:
 
 
 def sizes_of(answer: Committed, incoming: EncodedAnswer | None) -> Sequence[Sequence[int]]:
-    """Of the pieces of each slice in this answer; none: it comes as it lies. Checked as far as the message goes."""
+    """The validated sizes of the encoded pieces of each slice; empty for slices that are not encoded."""
     if not answer.codec:
         return [()] * len(answer.slices)
     if incoming is None or answer.codec != incoming.codec:
@@ -187,7 +187,7 @@ def sizes_of(answer: Committed, incoming: EncodedAnswer | None) -> Sequence[Sequ
 
 
 class EncodedAnswer:
-    """Of one commit, from one server."""
+    """The encoded part of one server's answer to a commit."""
 
     def __init__(self, coder: SliceCoder, layout: Layout) -> None:
         self._coder, self._layout = coder, layout
@@ -198,13 +198,13 @@ class EncodedAnswer:
         return self._coder.codec.name
 
     def room(self, part: Slice, sizes: Sequence[int]) -> list[Buffer]:
-        """Where the bytes of a slice go until they are decoded; nothing is allocated for sizes that cannot be."""
+        """Receive buffers for an encoded slice. Invalid sizes are refused before anything is allocated."""
         buffers = self._coder.room(self._layout.segments[part.segment], part, sizes)
         self._encoded[part.id] = Encoded(list(sizes), buffers)
         return [buffer_of(buffer) for buffer in buffers]
 
     def heard(self, answer: Committed, parts: Mapping[int, Slice]) -> None:
-        """The answer is here: of these slices, those without a single byte have come, too."""
+        """The answer is complete, including slices whose encoding has no bytes."""
         for number, sizes in zip(answer.slices, sizes_of(answer, self), strict=True):
             part = parts.get(number)
             if sizes and part is not None and part.id not in self._encoded:
@@ -213,11 +213,11 @@ class EncodedAnswer:
                 self.room(part, sizes)
 
     def has(self, part: Slice) -> bool:
-        """Whether this slice has come encoded; if not, it lies in its place already."""
+        """Whether this slice came encoded; otherwise it is in its place already."""
         return part.id in self._encoded
 
     def unpack(self, part: Slice, targets: Sequence[Bytes]) -> None:
-        """Into buffers that together take the slice's bytes."""
+        """Decodes into buffers that together hold the slice."""
         encoded = self._encoded.pop(part.id)
         whole = targets[0] if len(targets) == 1 else np.empty(part.num_bytes, np.uint8)
         self._coder.decode(self._layout.segments[part.segment], part, encoded, whole)
@@ -229,10 +229,10 @@ _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class CommitReceiver:
-    """One commit's parameters from one server.
+    """Receives one commit's parameters from one server.
 
-    Settled: the server's memory is not written before this worker's next commit. With a slot, bytes from the
-    socket wait in buffers of this slot until they are unloaded: the model computes on meanwhile.
+    `settled`: the server's memory is not written before this worker's next commit. With a slot, received bytes stay
+    in the slot's buffers until they are unloaded, while the model computes on.
     """
 
     def __init__(
@@ -244,14 +244,14 @@ class CommitReceiver:
         settled: bool,
         slot: int | None,
         incoming: EncodedAnswer | None = None,
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
-        """`incoming`: where the server encodes what it sends. `hatch`: what goes through it is not in host memory."""
-        self._hatch = hatch
+        """`incoming`: set if the server encodes its replies. `device_channel`: its segments are on the device."""
+        self._device_channel = device_channel
         self._reader, self._wanted, self._target, self._incoming = reader, wanted, target, incoming
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
-        self.versions: dict[int, int] = {}  # of the slices that came in parts
+        self.versions: dict[int, int] = {}  # of slices that came in parts
         self._is_given_up = False
 
     @property
@@ -260,15 +260,15 @@ class CommitReceiver:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the target takes slices one by one while the server still applies others."""
+        """Whether the target takes slices one by one while the server applies others."""
         return self._settled and self._target.in_parts and bool(self._wanted.mapped)
 
     def wants(self, numbers: Collection[int]) -> set[int]:
-        """Those of these slices that come by this way."""
+        """Those of these slices that come from here."""
         return {number for number in numbers if number in self._wanted.by_id}
 
     def buffers(self, answer: Message) -> Sequence[Buffer]:
-        """Where the bytes behind an answer go."""
+        """Receive buffers for an answer."""
         if not isinstance(answer, Committed):
             raise ProtocolError(f"a commit was answered with {type(answer).__name__} and bytes")
         parts = self._parts(answer)
@@ -284,17 +284,17 @@ class CommitReceiver:
         return found
 
     def _targets(self, part: Slice) -> list[Bytes]:
-        """Buffers that take a slice from the socket; it is written from now on."""
+        """Buffers for a slice from the socket, which will be written now."""
         if self._slot is not None:
             return [self._reader.buffer(self._slot, part)]
         self._target.kept[part.id] = None
         return self._target.views(part)
 
     def give_up(self) -> None:
-        """The commit is made again: whatever still comes by this way goes nowhere.
+        """The commit is replayed: whatever still arrives here is discarded.
 
-        What is coming in already is through before any server is told again to commit: first they all acknowledge
-        what is staged, each by the connection that its old answer comes by.
+        An answer being received ends before any server is told again to commit: first all servers acknowledge the
+        staged bytes, each over the connection of its old answer.
         """
         self._is_given_up = True
 
@@ -305,11 +305,11 @@ class CommitReceiver:
             raise ProtocolError(f"slice {error} came, which was not asked for") from None
 
     def arrived(self, answer: Message) -> None:
-        """Some slices are applied; those that come over the socket are here."""
+        """A part of the answer: some slices are applied, and their bytes are here."""
         assert isinstance(answer, Committed)
         if self._is_given_up:
             return
-        by_id = self._wanted.by_id  # without bytes, the server names slices that this target does not want, too
+        by_id = self._wanted.by_id  # without bytes, the server also names slices that this target does not want
         parts = [by_id[number] for number in answer.slices if number in by_id and number not in self._landed]
         remote = [part for part in parts if part.id in self._wanted.remote]
         if self._incoming is not None:
@@ -332,7 +332,7 @@ class CommitReceiver:
             self._reader.change.notify_all()
 
     def _keep(self, answer: Committed, parts: Sequence[Slice]) -> None:
-        """These slices are what this part of the answer says; without clocks that is known with its end only."""
+        """Records the versions of these slices; without clocks, the end of the answer brings them."""
         ids = {part.id for part in parts}
         found = {n: v for n, v in zip(answer.slices, answer.versions, strict=False) if n in ids}
         self.versions.update(found)
@@ -343,14 +343,14 @@ class CommitReceiver:
         return self._landed.issuperset(numbers)
 
     def wait_for(self, numbers: Collection[int], seconds: float) -> None:
-        """Until these slices have landed, or this long."""
+        """Waits until these slices are received, or until the timeout."""
         with self._reader.change:
             self._reader.change.wait_for(lambda: self.has(numbers), seconds)
 
     def finish(self, answer: Committed) -> None:
-        """The commit is whole: whatever has not landed yet lands now."""
+        """The commit is complete: receives what is still missing."""
         wanted, kept = self._wanted, self._target.kept
-        wanted.answer = None  # until all of it is there
+        wanted.answer = None  # until all of it is here
         if answer.slices:
             self.arrived(answer)
         if self._slot is not None and wanted.pull:
@@ -366,9 +366,11 @@ class CommitReceiver:
 
     def _land_mapped(self, answer: Committed) -> None:
         left = [(k, part) for k, part in self._wanted.mapped if part.id not in self._landed]
-        if self._hatch is not None and self._hatch.segments:
+        if self._device_channel is not None and self._device_channel.segments:
             asked = [
-                part for _, part in left if part.segment in self._hatch.segments and not self._target.fetches(part)
+                part
+                for _, part in left
+                if part.segment in self._device_channel.segments and not self._target.fetches(part)
             ]
             if asked:
                 self._reader.pull(asked, self._target, None)

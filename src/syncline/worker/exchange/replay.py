@@ -20,13 +20,13 @@ from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.session import Rosters
 
 T = TypeVar("T")
-#: For the coordinator's word on a broken connection, before it is asked and the server is dialled again.
+#: Pause for the coordinator to explain a broken connection, before the server is dialled again.
 _MOMENT, _LONGEST_MOMENT = 0.05, 0.5
 _ASK_SECONDS = 2.0
 
 
 class Replay:
-    """Keeps an exchange on the newest roster. Used by the thread that uses the exchange."""
+    """Keeps an exchange on the newest roster. Belongs to the thread that uses the exchange."""
 
     def __init__(
         self,
@@ -40,29 +40,29 @@ class Replay:
         give_up: Callable[[], None],
         replay_open: Callable[[], None],
     ) -> None:
-        """`ask` asks the coordinator once; `check` raises how the job has ended for this worker, if it has.
+        """`ask` asks the coordinator once. `check` raises the job's outcome for this worker, if there is one.
 
-        `give_up` lets go of all that is under way, `replay_open` sends it again to the new primaries.
+        `give_up` abandons everything in flight; `replay_open` sends it to the new primaries.
         """
         self._routes, self._rosters, self._stamp = routes, rosters, stamp
         self._ask, self._check, self._fenced = ask, check, fenced
         self._give_up, self._replay_open = give_up, replay_open
-        self.roster: Roster = rosters.newest  # the one in force
-        self._is_broken = False  # what is open must be made again, even if the next roster is as this one
+        self.roster: Roster = rosters.newest  # the active one
+        self._is_broken = False  # open commits must be replayed even if the next roster is the same
 
     @property
     def generation(self) -> int:
         return self._stamp.generation
 
     def take_over(self) -> None:
-        """The newest roster is in force after this, and what is open is under way by it."""
+        """Activates the newest roster and replays open commits."""
         roster = self._rosters.newest
         if self._routes.differs(roster):
             self._is_broken = True
         if self._is_broken:
             self._routes.drop(roster)
             self._give_up()
-        # Nothing more is sent for the old roster.
+        # Nothing more is sent under the old roster.
         self._stamp.generation = max(roster.generation, self._stamp.generation)
         self._routes.follow(roster)
         self.roster = roster
@@ -73,7 +73,7 @@ class Replay:
                 faults.reach("refresh.done")
 
     def again(self, action: Callable[[], T], seconds: float) -> T:
-        """Does something with the servers, as often as they change meanwhile."""
+        """Runs an action with the servers, again if they change meanwhile."""
         until = time.monotonic() + seconds
         while True:
             generation = self.generation
@@ -88,7 +88,7 @@ class Replay:
                 raise
 
     def recover(self, error: SynclineError, generation: int, until: float) -> None:
-        """Something that was said in this generation failed. Raises WaitTimeout when nothing helps in time."""
+        """A request of this generation failed: recovers, or raises WaitTimeout."""
         self._is_broken = True
         moment = _MOMENT
         while True:
@@ -112,7 +112,7 @@ class Replay:
                 raise WaitTimeout(f"the servers have not come back: {error}")
 
     def _await_roster(self, error: SynclineError, generation: int, seconds: float) -> None:
-        """A moment for a newer roster to be told; then it is asked for."""
+        """Waits a moment for a newer roster, then asks for it."""
         if isinstance(error, Refresh) and self.generation > generation:
             return
         if self._rosters.wait(generation, seconds):
@@ -120,7 +120,7 @@ class Replay:
         try:
             answer = self._ask(AskRoster(0), _ASK_SECONDS)
         except (ConnectionLost, WaitTimeout):
-            return  # without a coordinator: the servers that are known are tried again
+            return  # without a coordinator: try the known servers again
         except FencedError as found:
             self._fenced(found)
             raise

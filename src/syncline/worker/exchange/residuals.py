@@ -1,7 +1,7 @@
-"""A worker's pushes, encoded: what an encoding leaves out of a push, the residual, is added to the next one.
+"""Encodes a worker's pushes. What an encoding leaves out, the residual, is added to the next push.
 
-A residual counts from the commit on, and only if the commit does: after a push that is void, skipped or late it is as
-it was before. What was committed is kept as it was encoded: made again, the same bytes go out.
+A residual changes with the commit, and only if the commit counts: after a void, skipped or late push it is restored.
+A committed push is kept encoded, so that a replay sends the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from syncline.worker.checkpoint.script_state import Part, ScriptState
 
 
 class _Pending(NamedTuple):
-    """A slice of the next push, encoded; what that leaves out, and what of the slice is in it."""
+    """An encoded slice of the next push, its residual, and which parameters it contains."""
 
     part: Slice
     encoded: Encoded
@@ -32,7 +32,7 @@ class _Pending(NamedTuple):
 def encoder_of(
     codecs: Codecs, layout: Layout, *, checks_finite: bool, forget_staged: Callable[[], None]
 ) -> PushEncoder | None:
-    """For a job that encodes what is pushed."""
+    """The encoder of a job with a codec."""
     coder = coder_of(codecs.push, codecs)
     if coder is None:
         return None
@@ -40,24 +40,24 @@ def encoder_of(
 
 
 class PushEncoder:
-    """Of one worker; used by the thread that uses the exchange."""
+    """Encodes one worker's pushes. Belongs to the thread that uses the exchange."""
 
     def __init__(
         self, coder: SliceCoder, layout: Layout, *, checks_finite: bool, forget_staged: Callable[[], None]
     ) -> None:
-        """`forget_staged`: what was staged early is staged again; it calls `forget`."""
+        """`forget_staged`: discards what was staged early; it calls `forget`."""
         self.coder, self._layout, self._checks_finite = coder, layout, checks_finite
         self._forget_staged = forget_staged
-        self._pending: dict[int, _Pending] = {}  # by slice, as all that follows
+        self._pending: dict[int, _Pending] = {}  # by slice, like all that follows
         self._residuals: dict[int, Floats] = {}
         self._parts: dict[int, Slice] = {}  # that have residuals
-        self._before: dict[int, Floats] = {}  # as they were before the last commit; or memory for the next ones
-        self._saved: Mapping[str, Floats] = {}  # by parameter: of a checkpoint, until slices have theirs
+        self._before: dict[int, Floats] = {}  # before the last commit; or memory for the next ones
+        self._saved: Mapping[str, Floats] = {}  # by parameter: from a checkpoint, until slices have theirs
 
     # -- the next push ------------------------------------------------------------------------------------
 
     def encode(self, part: Slice, data: Bytes, pushed: Ranges | None) -> Encoded | None:
-        """What travels of this slice of the arena; None: it goes as it lies. `pushed`: None: all of it is filled."""
+        """Encodes a slice of the arena; None if it is sent unencoded. `pushed`: None if all of it is filled."""
         segment = self._layout.segments[part.segment]
         if not self.coder.encodes(segment, part):
             return None
@@ -82,7 +82,7 @@ class PushEncoder:
     def _encode(
         self, part: Slice, unit: Unit, has: Collection[PiecePlace], values: Floats, residual: Floats | None
     ) -> Bytes:
-        """What the unit `has` not counts as zeros."""
+        """Encodes a unit. Parameters outside `has` count as zeros."""
         before = self._residuals.get(part.id) if residual is not None else None
         total = np.empty(unit.num_bytes // 4, np.float32)
         for place, target in unit.spread(total):
@@ -98,16 +98,16 @@ class PushEncoder:
         return found
 
     def _leave_out(self, unit: Unit, total: Floats, encoding: Bytes, residual: Floats) -> None:
-        """The residual is what there was in all, less what the other side will read."""
+        """The residual is the total minus what the receiver decodes."""
         with np.errstate(all="ignore"):
             total -= self.coder.decoded(encoding, unit)
         if not self._checks_finite and not np.isfinite(total).all():
-            np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)  # else every push after it is spoilt
+            np.nan_to_num(total, copy=False, nan=0.0, posinf=0.0, neginf=0.0)  # otherwise every later push is spoilt
         for place, left in unit.spread(total):
             residual[place.items] = left
 
     def _room(self, part: Slice) -> Floats:
-        """Memory for what this push leaves out; what those before it have left out is there after this."""
+        """Memory for this push's residual, initialized with the earlier residual."""
         if part.id not in self._residuals and self._saved:
             self._residuals[part.id], self._parts[part.id] = self._from_saved(part), part
         pending = self._pending.pop(part.id, None)
@@ -117,15 +117,14 @@ class PushEncoder:
         return known if known is not None else np.empty(part.num_bytes // 4, np.float32)
 
     def forget(self, number: int | None = None) -> None:
-        """What is encoded of this slice (of all) will not be committed."""
+        """Discards the encoding of this slice, or of all slices."""
         for key in [number] if number is not None else list(self._pending):
             pending = self._pending.pop(key, None)
             if pending is not None and pending.residual is not None:
                 self._before.setdefault(key, pending.residual)
 
     def commit(self, pushed: Ranges) -> dict[int, Encoded]:
-        """The push is made, with these parameters in it: what it leaves out is the residual from now on. Returns all
-        that was encoded for it."""
+        """The push is committed: its residuals become current. Returns everything that was encoded for it."""
         found = {}
         for number, (part, encoded, residual, has) in list(self._pending.items()):
             segment = self._layout.segments[part.segment]
@@ -140,7 +139,7 @@ class PushEncoder:
         return found
 
     def _adopt(self, part: Slice, residual: Floats, others: Collection[PiecePlace]) -> None:
-        """`others`: what the push does not have."""
+        """`others`: the parameters that the push does not contain."""
         number = part.id
         self._parts[number] = part
         before = self._residuals.get(number)
@@ -151,7 +150,7 @@ class PushEncoder:
         self._residuals[number], self._before[number] = residual, before
 
     def take_back(self, encoded: Mapping[int, Encoded]) -> None:
-        """That push, the last one, counted for nothing: residuals are as they were before it."""
+        """The last push did not count: restores the residuals from before it."""
         for number in encoded:
             if number in self._before and number in self._residuals:
                 before = self._before[number]
@@ -160,7 +159,7 @@ class PushEncoder:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def take(self) -> dict[str, Floats]:
-        """Residuals by parameter, as copies; those without any are left out."""
+        """Copies of the residuals by parameter; parameters without any are left out."""
         found: dict[str, Floats] = {}
         for number, residual in self._residuals.items():
             for parameter, place in self._encoded_places(self._parts[number]):
@@ -171,7 +170,7 @@ class PushEncoder:
         return found
 
     def put_back(self, saved: Mapping[str, Floats]) -> None:
-        """Before the first push: these are the residuals. What was staged of it was encoded without them."""
+        """Sets the residuals before the first push. Slices staged without them are encoded again."""
         self._forget_staged()
         self._residuals.clear()
         self._before.clear()
@@ -196,7 +195,7 @@ class PushEncoder:
 def keep_residuals(
     encoder: PushEncoder | None, state: ScriptState, num_workers: Callable[[], int], say: Callable[[str], None]
 ) -> None:
-    """Residuals are a part of a script's state. Each is its worker's own, and of the work of so many workers."""
+    """Adds residuals to the script's state. They belong to one worker, and to a number of workers."""
     if encoder is not None:
         state.add_part("residuals", _saved_part(encoder, num_workers, say))
 

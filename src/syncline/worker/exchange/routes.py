@@ -32,7 +32,7 @@ from syncline.worker.exchange.receiver import ServerReader
 
 
 class Dialing:
-    """One connection under way. A dial may take ten seconds; when given up, it ends in its own thread."""
+    """A connection being dialled, which may take ten seconds. An abandoned dial ends in its own thread."""
 
     def __init__(self, dial: Callable[[Member], Endpoint], member: Member) -> None:
         self.member, self._dial = member, dial
@@ -44,7 +44,7 @@ class Dialing:
     def _run(self) -> None:
         try:
             endpoint = self._dial(self.member)
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised in `wait`
             self._end(error)
             return
         with self._change:
@@ -66,7 +66,7 @@ class Dialing:
         self._end(ConnectionLost(reason))
 
     def wait(self) -> Endpoint:
-        """The connection, or what kept it from being made."""
+        """Returns the connection, or raises why there is none."""
         try:
             with self._change:
                 self._change.wait_for(lambda: self._endpoint is not None or self._error is not None)
@@ -80,7 +80,7 @@ class Dialing:
 
 
 class Arenas:
-    """One arena per segment and slot, made when it is first needed, attached to all who are to read it in place."""
+    """One arena per segment and slot, made on first use and attached to all servers that can read it in place."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Arenas:
         config: JobConfig,
         say: Callable[[str], None],
     ) -> None:
-        """`hosting`: the servers that are primaries of anything of a segment; they and the endpoints change."""
+        """`hosting`: the primaries of a segment; they and the endpoints change."""
         self._endpoints, self._hosting = endpoints, hosting
         self._num_slots, self._config, self._say = num_slots, config, say
         self._memories: dict[tuple[int, int], Memory] = {}
@@ -99,7 +99,7 @@ class Arenas:
         self._fell_back = False
 
     def array(self, segment: Segment, slot: int) -> Bytes:
-        """All of the arena, laid out as the segment is."""
+        """The whole arena, in the layout of the segment."""
         key = (segment.index, slot)
         if key not in self._memories:
             self._memories[key] = self._create(segment)
@@ -114,7 +114,7 @@ class Arenas:
         return buffer_of(self.bytes_of(part, slot))
 
     def bytes_of(self, part: Slice, slot: int) -> Bytes:
-        """This slice of the arena, where it lies."""
+        """The bytes of this slice in the arena."""
         return self._memories[part.segment, slot].array[part.offset : part.offset + part.num_bytes]
 
     def is_shared(self, server: str, segment: int, slot: int) -> bool:
@@ -131,7 +131,7 @@ class Arenas:
         return HeapMemory(segment.num_bytes)
 
     def attach(self) -> None:
-        """Whoever has become a primary reads the arenas in place from now on, where it can."""
+        """Attaches the arenas to new primaries, where possible."""
         for segment, slot in self._memories:
             self._attach(segment, slot)
 
@@ -141,13 +141,13 @@ class Arenas:
             endpoint, key = self._endpoints[server], (server, segment, slot)
             if key not in self._shared and not self._fell_back and endpoint.shares_memory:
                 if not endpoint.can_carry(memory):
-                    continue  # it was made when all servers were elsewhere
+                    continue  # made when all servers were on other hosts
                 message = Attach(segment, slot, self._sizes[segment])
                 endpoint.call(message, attachment=memory).wait(self._config.wait_seconds)
                 self._shared.add(key)
 
     def forget(self, server: str) -> None:
-        """The connection to this server is gone, and what was attached by it."""
+        """The connection to this server is gone, and its attachments with it."""
         self._shared = {key for key in self._shared if key[0] != server}
 
     def _fall_back(self, segment: Segment, error: OSError) -> None:
@@ -164,14 +164,14 @@ class Arenas:
         self._memories.clear()
 
 
-#: For the thread that reads a closed connection to be out of the model's memory.
+#: How long the thread that reads a closed connection may still write to the model's memory.
 _LAST_READ_SECONDS = 5.0
-#: What lies in shared memory and is to be added up is told early when it is so much: a message has its price.
+#: Slices in shared memory are announced early from this size on: a message has its price.
 EARLY_BYTES = 1 << 20
 
 
 class ServerRoutes:
-    """Endpoints to those servers that are primaries of anything; used by one thread, but for `hear`."""
+    """Endpoints to all primaries. Used by one thread, except `hear`."""
 
     def __init__(
         self,
@@ -181,27 +181,27 @@ class ServerRoutes:
         say: Callable[[str], None],
         own: str = "",
     ) -> None:
-        """`own`: in a ring, the server in this process; with a process group, the only one that gets its pushes."""
+        """`own`: in a ring, the server in this process; with a process group, the only one that gets pushes."""
         self._config, self._dial, self._say, self._own = config, dial, say, own
         self._spread = Spread(config, codecs_of(config, load))
-        self.hatch: DeviceChannel | None = None  #: to the server of this process, on a GPU
+        self.device_channel: DeviceChannel | None = None  #: to the server of this process, on a GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
         self._replica_sets: dict[int, ReplicaSet] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
         self._deputies: HostLeaders | None = None  # in a ring
-        #: By server, by their ids: of which it is the primary; whose pushes it gets; that are read there.
+        #: Slices by server, in order of ids: its primaries, the pushes it gets, the slices read from it.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
         self.read: dict[str, list[Slice]] = {}
-        self._others: list[str] = []  # in a ring: all servers hear of every commit
-        self.names: list[str] = []  # of those servers, in their order
+        self._others: list[str] = []  # in a ring: all servers are told of every commit
+        self.names: list[str] = []  # sorted
         self.endpoints: dict[str, Endpoint] = {}
         self.readers: dict[str, ServerReader] = {}
         self._incarnations: dict[str, int] = {}
-        self._unseen: set[str] = set()  # servers whose slices are not where they were last seen
-        self._segments: dict[int, list[str]] = {}  # who gets pushes of each
+        self._unseen: set[str] = set()  # servers whose slices have moved in memory
+        self._segments: dict[int, list[str]] = {}  # the servers that get pushes of each
         self._has_connected = False
         self._dialing: Dialing | None = None
         self._heard: Roster | None = None
@@ -215,13 +215,13 @@ class ServerRoutes:
     # -- what changes it ----------------------------------------------------------------------------------
 
     def add(self, segments: Sequence[Segment], replica_sets: Iterable[ReplicaSet]) -> None:
-        """The layout has grown; `follow` connects to the servers that host the new slices."""
+        """The layout has grown. `follow` connects to the servers of the new slices."""
         for segment in segments[len(self.layout.segments) :]:
             self.layout.add(segment)
         self._seat(replica_sets)
 
     def _seat(self, replica_sets: Iterable[ReplicaSet]) -> bool:
-        """Takes the replica sets in; whether a slice that there is has another primary by that."""
+        """Takes over the replica sets. Returns whether an existing slice has another primary."""
         replica_sets = list(replica_sets)
         self._replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
         primaries = {**self.primaries, **{replica_set.slice: replica_set.primary for replica_set in replica_sets}}
@@ -233,7 +233,7 @@ class ServerRoutes:
         return moved
 
     def differs(self, roster: Roster) -> bool:
-        """Whether open commits must be made again by this roster: primaries move, or a connection is gone."""
+        """Whether this roster requires a replay: primaries move, or a connection is gone."""
         members = {member.name: member.incarnation for member in roster.members}
         kept = {part.id for part in self.layout.slices()}
         moved = any(self._moves(replica_set) for replica_set in roster.replica_sets if replica_set.slice in kept)
@@ -250,8 +250,9 @@ class ServerRoutes:
         return not self.endpoints[name].is_open or incarnations.get(name) != self._incarnations[name]
 
     def drop(self, roster: Roster) -> None:
-        """Takes over the roster's replica sets, and closes connections to servers that are no primaries by it, were
-        restarted, or are gone."""
+        """Takes over the roster's replica sets. Closes connections to servers that were restarted, are gone, or
+        are no primaries.
+        """
         self._seat(roster.replica_sets)
         self._unseen.update(self.endpoints)
         incarnations = {member.name: member.incarnation for member in roster.members}
@@ -263,14 +264,14 @@ class ServerRoutes:
     def _close(self, name: str) -> None:
         endpoint = self.endpoints.pop(name)
         endpoint.close()
-        endpoint.read(_LAST_READ_SECONDS)  # no thread reads it after this: it would write over what comes next
+        endpoint.read(_LAST_READ_SECONDS)  # no thread may read it after this: it would overwrite what comes next
         self._wire += endpoint.stats()
         self.readers.pop(name).close()
         self.arenas.forget(name)
         del self._incarnations[name]
 
     def follow(self, roster: Roster) -> None:
-        """Makes the way to every primary: connected, its memory mapped, the arenas attached."""
+        """Connects to every primary, maps its memory and attaches the arenas."""
         by_server = self._by_server()
         members = {member.name: member for member in roster.members}
         for name in by_server:
@@ -303,7 +304,7 @@ class ServerRoutes:
     def _sorted(
         self, known: Mapping[str, list[Slice]], find: Callable[[Slice], Iterable[str]]
     ) -> dict[str, list[Slice]]:
-        """By server: the slices that it has by `known`, and those for which it is found."""
+        """By server: its slices in `known`, and those that `find` assigns to it."""
         found = {name: {part.id: part for part in known.get(name, ())} for name in self.names}
         for part in self.layout.slices():
             for name in find(part):
@@ -311,22 +312,24 @@ class ServerRoutes:
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
     def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
-        if not self._config.has_circle and self._deputies is None:
+        if not self._config.has_process_group and self._deputies is None:
             return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
         if by_server and self._own not in by_server:
             raise Refresh(f"{self._own}, in this process, has no slices yet")
         return self._sorted({}, lambda part: (self._adder(part.id),))
 
     def _adder(self, number: int) -> str:
-        """In a ring where servers come to sums themselves: the one that gets what is pushed of a slice here."""
+        """In a ring whose servers compute sums themselves: the server on this host that gets the pushes of a
+        slice.
+        """
         if self._deputies is None:
             return self._own
         found = self._deputies.of(number).get(self._deputies.host_of(self._own))
         return found or self.primaries[number]  # it has no copies yet: no worker pushes it
 
     def takes(self, server: str, part: Slice) -> bool:
-        """Whether this server gets what is pushed of a slice."""
-        if self._config.has_circle or self._deputies is not None:
+        """Whether this server gets the pushes of a slice."""
+        if self._config.has_process_group or self._deputies is not None:
             return server == self._adder(part.id)
         return part.id in self.spread or self.primaries.get(part.id) == server
 
@@ -347,17 +350,17 @@ class ServerRoutes:
         except (OSError, FrameError) as error:
             raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
         except ConfigError as error:
-            if not self._has_connected:  # what was asked for cannot be; later it means that the server is gone
+            if not self._has_connected:  # a bad setting; later it means that the server is gone
                 raise
             raise ConnectionLost(f"{member.name} cannot be reached: {error}") from None
         finally:
             self._dialing = None
         self._has_connected = True
-        pins = member.name != self._own  # there, copies of others' slices are read too
+        pins = member.name != self._own  # copies of other servers' slices are read there
         self.readers[member.name] = ServerReader(endpoint, self._config.wait_seconds, pins=pins)
         self._incarnations[member.name] = member.incarnation
         self._unseen.add(member.name)
-        self.endpoints[member.name] = endpoint  # from now on it is closed by a roster that has another incarnation
+        self.endpoints[member.name] = endpoint  # from now on a roster with another incarnation closes it
 
     def _tell_of_codecs(self) -> None:
         shared = [endpoint.shares_memory for endpoint in self.endpoints.values()]
@@ -379,7 +382,7 @@ class ServerRoutes:
         return found
 
     def hear(self, roster: Roster) -> None:
-        """From any thread: waits for a server that is out end now."""
+        """From any thread: ends waits for servers that are out."""
         self._heard = roster
         incarnations = {member.name: member.incarnation for member in roster.members}
         for name, endpoint in list(self.endpoints.items()):
@@ -388,7 +391,7 @@ class ServerRoutes:
         self._stop_dialing_if_out()
 
     def _hear_again(self, followed: Roster) -> None:
-        """A later roster may have come while a server was neither dialled any more nor reached."""
+        """Checks for a later roster that came while a server was neither being dialled nor connected."""
         heard = self._heard
         if heard is not None and heard.generation > followed.generation:
             self.hear(heard)
@@ -403,15 +406,15 @@ class ServerRoutes:
     # -- what is asked of it ------------------------------------------------------------------------------
 
     def ask_all(self, message: Message) -> list[Message]:
-        """What every server answers; asked once."""
+        """Asks every server once and returns the answers."""
         return wait_all([endpoint.call(message) for endpoint in self.endpoints.values()], self._config.wait_seconds)
 
     def why(self, seconds: float) -> str:
-        """For whom this worker waits, by the servers' own words; from any thread."""
+        """Whom this worker waits for, as the servers say. From any thread."""
         return "; ".join(given.reason for given in self._ask_why(seconds))
 
     def is_awaited(self, seconds: float) -> bool:
-        """Whether a round waits for this worker, by the word of any server that answers."""
+        """Whether a round waits for this worker, as any server says."""
         return any(given.is_awaited for given in self._ask_why(seconds))
 
     def _ask_why(self, seconds: float) -> Iterator[GivenWhy]:
@@ -425,12 +428,12 @@ class ServerRoutes:
 
     @property
     def sums_early(self) -> bool:
-        """Whether servers add up what is staged before it is committed."""
-        return len(self.names) > 1 and (self._config.has_circle or self._deputies is not None)
+        """Whether servers sum slices that are staged before the commit."""
+        return len(self.names) > 1 and (self._config.has_process_group or self._deputies is not None)
 
     @property
     def early_bytes(self) -> float:
-        """From how many bytes on it helps to tell servers early: any, where some get them over a socket."""
+        """The size from which announcing slices early helps; 0 if some servers get them over a socket."""
         if not all(end.shares_memory for name, end in self.endpoints.items() if self.taken.get(name)):
             return 0
         return EARLY_BYTES if self.sums_early else math.inf
@@ -445,7 +448,7 @@ class ServerRoutes:
         return total
 
     def break_off(self, reason: str) -> None:
-        """From any thread: every wait ends now."""
+        """From any thread: ends all waits."""
         dialing = self._dialing
         if dialing is not None:
             dialing.give_up(reason)

@@ -1,4 +1,4 @@
-"""How a commit is put on its way: what each server is told, which bytes it must be sent, where its answer lands."""
+"""Sends a commit: the message and bytes for each server, and the target of its answer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.targets import Target, WantedSlices
 from syncline.worker.exchange.values import SliceCopies
 
-_MOST_PLANS = 64  # what is worked out once for a push or a target and kept
+_MOST_PLANS = 64  # cached plans
 
 
 class CommitSender:
-    """Puts tickets on their way, the first time and again. Bytes that were sent early need not go twice."""
+    """Sends tickets and resends them. Bytes that were sent early are not sent twice."""
 
     def __init__(self, routes: ServerRoutes, copies: SliceCopies, stamp: Stamp, config: JobConfig) -> None:
         policy, codecs = policy_of(config), codecs_of(config, load)
@@ -38,8 +38,8 @@ class CommitSender:
         self._decoder = coder_of(codecs.pull, codecs)
         self._early: dict[str, list[Call]] = {}
         self._sent: set[tuple[str, int]] = set()  # server, slice
-        self._told: set[int] = set()  # slices that servers may be adding up for the next commit
-        self._stale: set[int] = set()  # those that were told more than once, or of other servers
+        self._told: set[int] = set()  # slices that servers may be summing for the next commit
+        self._stale: set[int] = set()  # announced more than once, or to other servers
         self._unshared: dict[tuple[str, Ranges, int], tuple[list[Slice], int]] = {}
         self._socket_bytes = self._shared_bytes = 0
 
@@ -50,8 +50,7 @@ class CommitSender:
     # -- early --------------------------------------------------------------------------------------------
 
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
-        """Sends slices early where a socket carries them; where they are added up early, servers are told of those in
-        shared memory too."""
+        """Sends slices early over sockets. With early sums, also announces slices in shared memory."""
         routes, known = self._routes, dict[int, Encoded | None]()
         sums_early = routes.sums_early and self.encoder is None
         if sums_early:
@@ -69,7 +68,7 @@ class CommitSender:
             try:
                 call = endpoint.call(message, buffers=buffers, payload_bytes=num_bytes)
             except ConnectionLost:
-                return  # seen to at the commit, which sends everything again
+                return  # the commit handles it and sends everything again
             self._socket_bytes += num_bytes
             self._early.setdefault(server, []).append(call)
             while call.is_read_by_waiter and not call.is_done and call.read(0.0):
@@ -77,8 +76,8 @@ class CommitSender:
             self._sent.update((server, part.id) for part in parts)
 
     def _is_shared(self, server: str, part: Slice, slot: int) -> bool:
-        hatch = self._routes.hatch
-        is_handed = hatch is not None and part.segment in hatch.segments
+        device_channel = self._routes.device_channel
+        is_handed = device_channel is not None and part.segment in device_channel.segments
         return is_handed or self._routes.arenas.is_shared(server, part.segment, slot)
 
     # -- encoding -----------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ class CommitSender:
     def _encode(
         self, parts: Sequence[Slice], slot: int, pushed: Ranges | None, known: dict[int, Encoded | None]
     ) -> list[Encoded | None]:
-        """`known`: what is encoded already, for another server."""
+        """`known`: encodings made for another server."""
         if self.encoder is None:
             return [None] * len(parts)
         for part in parts:
@@ -96,7 +95,7 @@ class CommitSender:
         return [known[part.id] for part in parts]
 
     def _load(self, parts: Sequence[Slice], encoded: Sequence[Encoded | None], slot: int) -> _Load:
-        """What travels of these slices, each encoded or as it lies."""
+        """The payload of these slices, encoded or not."""
         arenas, buffers = self._routes.arenas, list[Buffer]()
         for part, found in zip(parts, encoded, strict=True):
             buffers += [arenas.view(part, slot)] if found is None else map(buffer_of, found.buffers)
@@ -105,7 +104,7 @@ class CommitSender:
         return _Load(buffers, self.encoder.coder.codec.name, [f.sizes if f is not None else [] for f in encoded])
 
     def _lie_decoded(self, ticket: ServersTicket) -> None:
-        """Whoever reads the arena is to find there what others are sent: of a spread slice, or a push made again."""
+        """Writes decoded values to the arena for servers that read it: of spread slices, or of a replay."""
         assert self.encoder is not None
         routes, layout, arenas = self._routes, self._routes.layout, self._routes.arenas
         for part in [part for part in layout.slices() if part.id in ticket.encoded]:
@@ -117,7 +116,7 @@ class CommitSender:
     # -- at the commit ------------------------------------------------------------------------------------
 
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
-        """`before`: the open ticket of the clock before, which is told to count first."""
+        """`before`: the open ticket of the previous clock, which must be committed first."""
         names, known = self._routes.names, dict[int, Encoded | None](ticket.encoded)
         if not ticket.generation:
             self._go_by(ticket)
@@ -141,21 +140,21 @@ class CommitSender:
         return flow
 
     def _go_by(self, ticket: ServersTicket) -> None:
-        """Of what was staged early, only what the push vouches for is believed; anything else goes again."""
+        """Keeps early slices that the push confirms; all others are sent again."""
         same = ticket.push.as_staged
         for number in {number for _, number in self._sent} - same:
             self._sent = {sent for sent in self._sent if sent[1] != number}
             if self.encoder is not None:
                 self.encoder.forget(number)
-        ticket.is_early, ticket.changed = bool(self._told), sorted((self._told - same) | self._stale)
+        ticket.is_early, ticket.is_edited = bool(self._told), bool((self._told - same) | self._stale)
         self._told, self._stale = set(), set()
 
     def _counted(self, push: Push) -> Ranges:
-        """The parameters that a push counts for."""
+        """The parameters that a push contains."""
         return push.pushed if not push.skip and (push.weight > 0 or not self._in_rounds) else ()
 
     def has_landed(self, ticket: ServersTicket) -> None:
-        """It is answered. Where it counted for nothing, late or by another worker's overflow, so do its residuals."""
+        """The commit is answered. If it did not count (late, or an overflow elsewhere), restores its residuals."""
         answers = [
             server_commit.answer for server_commit in ticket.server_commits if server_commit.answer is not None
         ]
@@ -163,7 +162,7 @@ class CommitSender:
             self.encoder.take_back(ticket.encoded)
 
     def _decider(self, server_commits: Sequence[ServerCommit]) -> ServerCommit | None:
-        """With several servers: the one that decides which commits are in a round, the primary of slice 0."""
+        """With several servers: the one that decides round membership, the primary of slice 0."""
         server = self._routes.primaries.get(0)
         return (
             next((server_commit for server_commit in server_commits if server_commit.server == server), None)
@@ -172,7 +171,7 @@ class CommitSender:
         )
 
     def forget(self) -> None:
-        """Servers or slices have changed: nothing is staged anywhere, and nothing is known of who reads what."""
+        """Servers or slices have changed: forgets what was staged and cached."""
         self._early, self._sent = {}, set()
         self._stale |= self._told
         self._unshared.clear()
@@ -183,7 +182,7 @@ class CommitSender:
         self, server: str, ticket: ServersTicket, at_once: bool, known: dict[int, Encoded | None]
     ) -> ServerCommit:
         parts, shared_bytes = self._parts_to_send(server, ticket.push, ticket.slot)
-        if not ticket.generation:  # else it is made again, out of the same memory
+        if not ticket.generation:  # else it is replayed from the same memory
             self._shared_bytes += shared_bytes
         if self._sent:
             parts = [part for part in parts if (server, part.id) not in self._sent]
@@ -200,14 +199,13 @@ class CommitSender:
         return ServerCommit(server, endpoint, message, carried.buffers, receiver, self._early.get(server, ()))
 
     def _parts_to_send(self, server: str, push: Push, slot: int) -> tuple[list[Slice], int]:
-        """The slices whose bytes this server cannot read in place, and the bytes that it can; the arena is there
-        after this."""
+        """The slices that this server cannot read in place, and the bytes that it can. Creates the arena."""
         key = (server, push.pushed, slot)
         found = self._unshared.get(key)
         if found is None:
             layout, arenas = self._routes.layout, self._routes.arenas
             touched = layout.slices_with(push.pushed)
-            handed = self._routes.hatch.segments if self._routes.hatch is not None else ()
+            handed = self._routes.device_channel.segments if self._routes.device_channel is not None else ()
             hosted = [p for p in self._routes.taken[server] if p.id in touched and p.segment not in handed]
             for segment in {part.segment for part in hosted}:
                 arenas.array(layout.segments[segment], slot)
@@ -227,7 +225,7 @@ class CommitSender:
         incoming = EncodedAnswer(self._decoder, self._routes.layout) if self._decoder is not None else None
         return CommitReceiver(
             reader, wanted, target, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
-            hatch=self._routes.hatch,
+            device_channel=self._routes.device_channel,
         )  # fmt: skip
 
     def _want(
@@ -243,7 +241,7 @@ class CommitSender:
 
 
 class _Load(NamedTuple):
-    """The bytes behind a message, and what it says of them."""
+    """The payload of a message and its description."""
 
     buffers: list[Buffer]
     codec: str
@@ -275,11 +273,11 @@ def _stage_message(
         commit=commit,
         pull=receiver.pull if commit and receiver is not None else [],
         parts=commit and receiver is not None and receiver.in_parts,
-        uses=ticket.uses,
+        acks=ticket.acks,
         num_segments=num_segments,
         codec=carried.codec,
         sizes=carried.sizes,
         ready=list(ready),
-        changed=ticket.changed,
+        edited=ticket.is_edited,
         early=ticket.is_early,
     )

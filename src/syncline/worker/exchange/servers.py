@@ -16,7 +16,7 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import partner_of
 from syncline.core.slice_state import Copy, life_of
 from syncline.core.wire.control import AskWhy, GivenWhy, Passed
-from syncline.core.wire.leases import Use
+from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Prefer, StateEntry
 from syncline.errors import ConfigError, FencedError, FrameError, SynclineError, WaitTimeout
@@ -42,8 +42,9 @@ _NOTHING = Push(pushed=())
 
 
 class ServersExchange:
-    """One worker's view of all servers; one thread uses it at a time. When servers change, what is open is
-    replayed."""
+    """One worker's view of all servers. One thread uses it at a time. When servers change, open commits are
+    replayed.
+    """
 
     def __init__(
         self,
@@ -62,13 +63,13 @@ class ServersExchange:
         self._name, self._is_closed = name, False
         self._num_slots = config.window + 1
         self.clock = 0
-        self.num_landed = 0  # commits that are acknowledged, and have landed
-        self.num_late = 0  # of them: those that came when their round was closed
+        self.num_landed = 0  # commits that are answered and received
+        self.num_late = 0  # of them, commits that arrived after their round was closed
         own = partner_of(name) if config.is_ring else ""
         self.routes = ServerRoutes(config, dial, self._num_slots, say, own)
         self.layout: Layout = self.routes.layout
         self._endpoints, self._wait_seconds = self.routes.endpoints, config.wait_seconds
-        # The one before the last as well: of the last, not all may have come yet.
+        # Also the target before the last: the last may not be complete yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
         self._copies = SliceCopies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
         self._sender = CommitSender(self.routes, self._copies, stamp, config)
@@ -90,13 +91,13 @@ class ServersExchange:
         self.carried: set[int] = set()
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
-        self._finish, self._wait_for = self.finish, self.wait_for  # bound once: every ticket has them
+        self._finish, self._wait_for = self.finish, self.wait_for  # bound once for all tickets
         self._rosters.listen(self.routes.hear)
 
     # -- layout -------------------------------------------------------------------------------------------
 
     def add(self, segments: Sequence[Segment], replica_sets: Sequence[ReplicaSet]) -> None:
-        """The job's layout has grown; these servers have its slices."""
+        """The layout has grown; `replica_sets` place its slices."""
         self.times.pause()
         known = self.routes.primaries
         self.routes.add(segments, [replica_set for replica_set in replica_sets if replica_set.slice not in known])
@@ -105,11 +106,11 @@ class ServersExchange:
         self.times.resume()
 
     def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
-        """The chief's first values. `again`: also after updates, by the only worker of a job."""
+        """Uploads the chief's initial values. `again`: also after updates, by the only worker of a job."""
         self._again(lambda: upload(self.routes, segment, values, self._wait_seconds, again=again))
 
     def _again(self, action: Callable[[], T]) -> T:
-        """Something is said to the servers, and again when they change."""
+        """Runs an action with the servers, again if they change meanwhile."""
         if self._is_closed:
             raise left(self._name)
         return self._replay.again(action, self._wait_seconds)
@@ -120,7 +121,7 @@ class ServersExchange:
         return self._link.try_call(message).wait(seconds)
 
     def _fenced(self, error: FencedError) -> None:
-        if not self._participation.is_leaving:  # a server that has taken our leave already says the same
+        if not self._participation.is_leaving:  # a server that has processed our Leave answers the same
             self._handlers.fenced(error)
 
     def _give_up(self) -> None:
@@ -132,7 +133,7 @@ class ServersExchange:
         self._copies.start_over()
 
     def _replay_open(self) -> None:
-        """All that is open, in the order of the clocks, whole: the clocks on each slice decide what is new there."""
+        """Resends all open commits in clock order. The clocks on each slice tell which are new there."""
         self._participation.tell()
         before: ServersTicket | None = None
         for ticket in self._open:
@@ -144,10 +145,10 @@ class ServersExchange:
                 raise flow.error
 
     def _mend(self, ticket: ServersTicket, error: SynclineError, began: float, until: float) -> None:
-        """A commit failed: it is under way again after this, or whatever cannot be mended is raised."""
+        """A commit failed: replays it, or raises an error that a replay cannot resolve."""
         if isinstance(error, FencedError):
             self._fenced(error)
-        # Behind a commit that is to be made again, others are refused for want of it.
+        # Commits behind a failed one are refused because of it.
         errors = [error, *(other.flow.error for other in self._open)]
         broken = next((found for found in errors if isinstance(found, MENDED)), None)
         if broken is None or isinstance(error, WaitTimeout | FencedError):
@@ -163,11 +164,11 @@ class ServersExchange:
 
     @property
     def slot(self) -> int:
-        """Which of its arenas the next commit takes: with a window there are several."""
+        """The arena slot of the next commit; with a window there are several."""
         return (self.clock + 1) % self._num_slots
 
     def arena(self, segment: int) -> Bytes:
-        """Where the gradients of the next commit are written; free to be written when this returns."""
+        """The arena for the gradients of the next commit; it may be written when this returns."""
         self.make_room()
         slot, known = self.slot, self.layout.segments[segment]
         if not self.routes.arenas.has(segment, slot):
@@ -175,31 +176,33 @@ class ServersExchange:
         return self.routes.arenas.array(known, slot)
 
     def make_room(self) -> None:
-        """One open clock at a time, and `window` more: the slot of the next commit is free after this."""
+        """Waits until the slot of the next commit is free: at most `window` + 1 commits are open."""
         while len(self._open) > self._config.window:
             self._open[0].wait()
 
     @property
     def early_bytes(self) -> float:
-        """So many bytes are worth staging before the commit: any, where gradients travel over a socket; some, where
-        servers add them up in shared memory; else no number of them (inf)."""
+        """The size from which staging before the commit pays off: 0 if gradients travel over a socket, some size
+        if servers sum them in shared memory, else infinity.
+        """
         return self.routes.early_bytes
 
     def stage(self, slices: Sequence[Slice]) -> None:
-        """These slices of the arena are filled: they may travel and be added up now. They count at the commit, as
-        they are then: what a push does not vouch for by that goes again (`Push.as_staged`)."""
+        """These slices of the arena are filled: they may be sent and summed now. The commit decides what counts:
+        slices that the push does not confirm (`Push.as_staged`) are sent again.
+        """
         if not self._participation.must_enter:
             self._sender.stage(self._draft(_NOTHING, None), slices)
 
     def _draft(self, push: Push, target: Target | None) -> ServersTicket:
-        """The next commit."""
+        """The ticket of the next commit."""
         part = self._participation
         return ServersTicket(
             push, target, self.clock + 1, part.phase, part.back_at, self.slot, self._finish, self._wait_for
         )
 
     def commit(self, push: Push, target: Target | None) -> ServersTicket:
-        """The arena counts from now on; new parameters go into the target, if there is one."""
+        """Commits the arena. New parameters go into the target, if there is one."""
         if self._is_closed:
             raise left(self._name)
         self.make_room()
@@ -217,17 +220,17 @@ class ServersExchange:
         self.times.made_step(self.lease_acks.samples)
         return ticket
 
-    def _commit(self, push: Push, target: Target | None, uses: list[Use]) -> ServersTicket:
+    def _commit(self, push: Push, target: Target | None, acks: list[LeaseAck]) -> ServersTicket:
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, target))
-        ticket.uses = uses
+        ticket.acks = acks
         self.clock = ticket.clock
         self._participation.committed(ticket.phase)
         try:
             self._sender.send(ticket, before)
             if len(ticket.server_commits) > 1:
                 self._stage_everywhere(ticket, "stage")
-        except (ConfigError, FrameError) as error:  # of the user's codec
+        except (ConfigError, FrameError) as error:  # raised by the user's codec
             raise ticket.failed_by(error) from error.__cause__
         except MENDED as error:
             ticket.generation = self._replay.generation
@@ -235,7 +238,7 @@ class ServersExchange:
         return ticket
 
     def _stage_everywhere(self, ticket: ServersTicket, phase: str) -> None:
-        """What follows from the servers' answers must not wait until the script does. `phase`: of the time so far."""
+        """Acts on the servers' answers without waiting for the script. `phase`: the step phase of the time so far."""
         flow, began = ticket.flow, time.monotonic()
         try:
             flow.wait_until_staged(self._wait_seconds)
@@ -250,7 +253,7 @@ class ServersExchange:
     # -- waiting ------------------------------------------------------------------------------------------
 
     def finish(self, ticket: ServersTicket, timeout_seconds: float | None) -> None:
-        """Waits for a commit and lands its parameters."""
+        """Waits for a commit and receives its parameters."""
         self.times.lap("compute")
         began = time.monotonic()
         until = began + (self._wait_seconds if timeout_seconds is None else timeout_seconds)
@@ -270,7 +273,7 @@ class ServersExchange:
         self.times.lap("pull")
 
     def _has_landed(self, ticket: ServersTicket) -> None:
-        """Its slot may be used again."""
+        """The commit is complete: its slot is free."""
         ticket.landed = True
         self.num_landed = ticket.clock
         self._copies.has_landed(ticket.target)
@@ -287,7 +290,7 @@ class ServersExchange:
             )
         )
         self._sender.has_landed(ticket)
-        self.lease_acks.answered(ticket.uses, is_late=is_late)
+        self.lease_acks.answered(ticket.acks, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
             faults.reach("commit.landed")
@@ -297,13 +300,13 @@ class ServersExchange:
             while not ticket.flow.arrives(max(0.0, min(_LONG_LOOK_SECONDS, until - time.monotonic()))):
                 if time.monotonic() >= until:
                     raise WaitTimeout
-                ticket.flow.done()  # one that is gone may not be the one whose answer is awaited
+                ticket.flow.done()  # the failed server may not be the one whose answer is awaited
                 refusal = ticket.flow.refusal()
                 if refusal is not None:
-                    raise refusal  # the others may wait for ever
+                    raise refusal  # the other servers may never answer
 
     def wait_for(self, ticket: ServersTicket, slices: Collection[int]) -> bool:
-        """Waits until these slices have landed; False when the whole commit is answered, or broken, before that."""
+        """Waits until these slices are received; False if the commit ends or fails first."""
         self.times.lap("compute")
         began, flow = time.monotonic(), ticket.flow
         wanted = [(x, x.receiver, x.receiver.wants(slices)) for x in ticket.server_commits if x.receiver is not None]
@@ -328,23 +331,25 @@ class ServersExchange:
         return answer.reason if isinstance(answer, GivenWhy) else ""
 
     def why(self) -> str:
-        """For whom this worker waits, by the servers' own words."""
+        """Whom this worker waits for, as the servers say."""
         return self.routes.why(_WHY_SECONDS)
 
     # -- pulling and state --------------------------------------------------------------------------------
 
     def before_commit(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Runs the action before every commit: the servers' memory may be written after it. Returns what ends it."""
+        """Runs `action` before every commit, after which the servers' memory may be written. Returns a function
+        that removes it.
+        """
         self._before_commit.append(action)
         return lambda: self._before_commit.remove(action)
 
     def prefer(self, slices: Sequence[int]) -> None:
-        """The order in which this worker needs its slices, by their ids: they are applied in it."""
+        """Tells the servers in which order this worker needs its slices."""
         self._again(lambda: self.routes.ask_all(Prefer(list(slices))))
 
     def pull(self, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
         """Pulls parameters into the target; returns their versions."""
-        self.make_room()  # what is read has this worker's own pushes, but for those in the window
+        self.make_room()  # so that the result includes this worker's pushes, except those in the window
         self._copies.landed_in(target)
         try:
             with self.waits.of("pull", servers=lambda: self.routes.names):
@@ -355,25 +360,25 @@ class ServersExchange:
             raise WaitTimeout(f"a pull has waited {self._wait_seconds:g} s for version {min_version}") from None
 
     def mapped(self) -> list[Bytes]:
-        """The servers' parameters, as far as they are mapped into this process."""
+        """The servers' parameters that are mapped into this process."""
         return self.routes.mapped()
 
     def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
-        """What the rules remember about these slices; `key`: only this of it."""
+        """The rule state of these slices; `key`: only this entry."""
         return self._again(lambda: read_state(self.routes, slices, self._wait_seconds, key))
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
-        """Gives the rules their state on these slices."""
+        """Sets the rule state of these slices."""
         self._again(lambda: write_state(self.routes, slices, entries, self._wait_seconds))
 
     # -- copies -------------------------------------------------------------------------------------------
 
     def keep(self, target: Target, slices: Sequence[Slice], arrays: KeptArrays) -> None:
-        """What a target has of these slices lies in the caller's arrays: a copy for as long as they live."""
+        """The target's data of these slices lies in the caller's arrays: use them as copies while they live."""
         self._copies.keep(target, slices, arrays)
 
     def overwrites(self, target: ArrayTarget) -> None:
-        """This target lies in the caller's own arrays, whatever they have held so far."""
+        """This target writes into the caller's arrays: earlier copies in them are invalid."""
         self._copies.overwrites(target, target.slices())
 
     def copies_of(self, slices: list[int]) -> list[Copy]:
@@ -386,13 +391,13 @@ class ServersExchange:
 
     @property
     def num_updates(self) -> int:
-        """That parameters have had, by what this worker knows, and with its own that are under way."""
+        """The highest number of updates of any slice that this worker knows, including its own in flight."""
         return self._copies.most_updates + len(self._open)
 
     # -- comings and goings -------------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """Takes part in the rounds from now on, where it does not yet; the job's steps before its next commit."""
+        """Takes part in rounds from now on. Returns the job's steps before the next commit."""
         if self._participation.must_enter:
             self._come_back()
             self.has_stepped_to(self._participation.entered_at)
@@ -406,12 +411,13 @@ class ServersExchange:
             self._commit(Push(pushed=(), weight=0.0), None, []).wait()
 
     def has_stepped_to(self, step: int) -> None:
-        """The job has made so many steps, by the coordinator's word."""
+        """The coordinator says that the job has made this many steps."""
         self._copies.pulled([step])
 
     def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
-        """Takes part in no more rounds of this loop; `is_pause`: until its next commit. `if_active`: unless it rests
-        already; `if_awaited`: and only when a round waits for it."""
+        """Takes part in no more rounds of this loop; `is_pause`: until the next commit. `if_active`: only if it
+        takes part now. `if_awaited`: only if a round waits for it.
+        """
         self.settle()
         self.times.pause()
         self._participation.pause(
@@ -419,23 +425,23 @@ class ServersExchange:
         ) if is_pause else self._participation.rest()
         self.times.resume()
 
-    def step_aside(self) -> int:
-        """No round waits for this worker until its next commit; the phase it was in."""
+    def enter_barrier(self) -> int:
+        """No round waits for this worker until its next commit. Returns the phase it was in."""
         self.settle()
         self.times.pause()
-        return self._participation.step_aside()
+        return self._participation.enter_barrier()
 
     def pass_barrier(self, passed: Passed) -> None:
-        """Behind a barrier everyone is in the same, new phase."""
+        """Starts the phase after a barrier, common to all workers."""
         self._participation.pass_barrier(passed)
         self.times.resume()
 
     def follow(self) -> None:
-        """While this worker waits: servers that have come since are told whether it rests."""
+        """While this worker waits: tells new servers whether it rests."""
         self._again(lambda: None)
 
     def settle(self) -> None:
-        """Waits for everything that is still open."""
+        """Waits for all open commits."""
         while self._open:
             self._open[0].wait()
 
@@ -453,7 +459,7 @@ class ServersExchange:
         return self._sender.pushed
 
     def break_off(self) -> None:
-        """The job has failed, or this worker is out: every wait ends now."""
+        """The job has failed, or this worker is out: ends all waits."""
         self.routes.break_off("the job has ended")
 
     def close(self) -> None:

@@ -16,20 +16,20 @@ Clocks = Mapping[str, int]
 
 
 class Landed(NamedTuple):
-    """What a slice in a target is: its version, and the workers' clocks that are in it, at most."""
+    """The content of a slice in a target: its version, and an upper bound of the workers' clocks in it."""
 
     version: int
     clocks: Clocks
-    own: int = 0  # this worker's own clock, where it came with an answer to a commit
+    own: int = 0  # this worker's clock, if it came with the answer to a commit
 
 
 def landed(version: int, clocks: Clocks, own: int = 0) -> Landed | None:
-    """None where it is not known what is in it; in the first values there is nothing."""
+    """None if the content is unknown."""
     return Landed(version, clocks, own) if clocks or not version else None
 
 
 class WantedSlices:
-    """The slices of one server that a target wants: which come over the socket, which out of shared memory."""
+    """The slices of one server that a target wants, split by transport: socket or shared memory."""
 
     def __init__(self, hosted: Sequence[Slice], target: Target, maps: Callable[[Slice], bool]) -> None:
         self.hosted = hosted
@@ -37,13 +37,13 @@ class WantedSlices:
         self.by_id = {part.id: part for _, part in wanted}
         self.remote = {part.id: part for _, part in wanted if not maps(part)}
         self.pull = list(self.remote)
-        #: With their places among all slices of the server: the order of the versions in an answer.
+        #: With their indices among the server's slices, which order the versions in an answer.
         self.mapped = [(k, part) for k, part in wanted if maps(part)]
-        #: The last answer that has landed whole: said of all slices at once, since it is said after every commit.
+        #: The last complete answer. It describes all slices at once, because it is set after every commit.
         self.answer: Committed | None = None
 
     def landed(self) -> dict[int, Landed | None]:
-        """What the slices are that came with that answer."""
+        """The content of the slices that came with that answer."""
         answer = self.answer
         if answer is None or len(answer.versions) != len(self.hosted):
             return {}
@@ -54,39 +54,39 @@ class WantedSlices:
 class Target(Protocol):
     """Takes the bytes of slices."""
 
-    in_parts: bool  #: whether slices are wanted one by one, each as soon as it is applied
-    wanted: dict[str, WantedSlices]  #: by server; worked out by the exchange, and kept with the target
-    #: What single slices are, where that is known by more than their server's last answer; None: being written,
-    #: or unknown. Set before the first byte of a slice comes, and after the last.
+    in_parts: bool  #: whether slices are wanted one by one, as soon as each is applied
+    wanted: dict[str, WantedSlices]  #: by server; computed by the exchange and cached here
+    #: The content of single slices that differ from their server's last answer; None: being written, or unknown. Set
+    #: before the first byte of a slice arrives and after the last.
     kept: dict[int, Landed | None]
 
     def wants(self, part: Slice) -> bool:
-        """Whether this slice is to be brought at all."""
+        """Whether the target takes this slice."""
 
     def views(self, part: Slice) -> list[Bytes]:
         """Buffers that together take exactly the bytes of this slice."""
 
     def filled(self, parts: Sequence[Slice]) -> None:
-        """The buffers of these slices hold their new bytes."""
+        """The buffers of these slices are filled."""
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
-        """New bytes of slices, in the server's own memory, which is not written before this worker's next commit."""
+        """Takes new slices from the server's memory, which is not written before this worker's next commit."""
 
     def fetches(self, part: Slice) -> bool:
-        """Whether it gets this slice itself, from the server of this process."""
+        """Whether the target reads this slice itself from the server in this process."""
 
     def start_over(self) -> None:
-        """What has come of a commit comes once more, from other servers."""
+        """A replay will deliver the slices of this commit again."""
 
     def holds(self, part: Slice) -> bool:
-        """Whether all bytes of a slice lie here."""
+        """Whether all bytes of a slice are here."""
 
     def copy_of(self, part: Slice) -> Bytes | None:
-        """All bytes of a slice, as they lie here; None when some of them are nowhere. From any thread."""
+        """All bytes of a slice; None if some are not here. From any thread."""
 
 
 class HostTarget(abc.ABC):
-    """A target in this process's memory: new parameters are copied into its buffers, and that is all."""
+    """A target in host memory: new parameters are copied into its buffers."""
 
     in_parts = False
 
@@ -102,17 +102,17 @@ class HostTarget(abc.ABC):
         return False
 
     def start_over(self) -> None:  # noqa: B027
-        pass  # bytes that come once more lie over those that came before
+        pass  # repeated bytes overwrite the earlier ones
 
     def filled(self, parts: Sequence[Slice]) -> None:  # noqa: B027
-        pass  # the bytes lie where they belong already
+        pass  # the bytes are in place already
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
         copy([pair for part, source in parts for pair in scattered(source, self.views(part))])
 
 
 class FlatTarget(HostTarget):
-    """Whole segments, as they are laid out."""
+    """Whole segments in their layout."""
 
     def __init__(self, flats: Mapping[int, Bytes]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class FlatTarget(HostTarget):
 
 
 class ArrayTarget(HostTarget):
-    """Single parameters by name; what lies between them is dropped."""
+    """Single parameters by name; bytes between them are dropped."""
 
     def __init__(self, layout: Layout, targets: Mapping[str, Bytes]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def holds_all(layout: Layout, part: Slice, holds: Callable[[str], bool]) -> bool
 
 
 def gathered(layout: Layout, part: Slice, bytes_of: Callable[[str], Bytes | None]) -> Bytes | None:
-    """The bytes of a slice out of whole parameters; None when one of them is not to be had."""
+    """Assembles a slice from whole parameters; None if one is missing."""
     segment = layout.segments[part.segment]
     found = np.zeros(part.num_bytes, np.uint8)
     for piece in layout.pieces(part):
@@ -205,7 +205,7 @@ def gathered(layout: Layout, part: Slice, bytes_of: Callable[[str], Bytes | None
 
 
 def scattered(source: Bytes, targets: Sequence[Bytes]) -> list[tuple[Bytes, Bytes]]:
-    """One run of bytes and the buffers that take it, in order, as pairs to be copied."""
+    """Pairs (target, source) that copy one run of bytes into buffers, in order."""
     pairs = []
     start = 0
     for target in targets:

@@ -1,6 +1,6 @@
-"""Values outside of commits: the chief's first ones, pulls, the state of rules; and a worker's own copies of slices.
+"""Values outside of commits: initial values, pulls, rule state, and this worker's copies of slices.
 
-The copies are what is left of a slice when its only server is gone.
+The copies restore a slice whose only server is gone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MOST_OPEN = 16
 
 
 def upload(routes: ServerRoutes, segment: Segment, values: Bytes, seconds: float, *, again: bool = False) -> None:
-    """The chief's values of a whole segment."""
-    # Few are open at a time: unread answers would fill the socket, and stop the server.
+    """Uploads the values of a whole segment."""
+    # Limit the open requests: unread answers would fill the socket and block the server.
     calls: collections.deque[Call] = collections.deque()
     for part in segment.slices:
         view = values[part.offset : part.offset + part.num_bytes]
@@ -58,7 +58,7 @@ Entries = Sequence[tuple[StateEntry, Bytes]]
 def read_state(
     routes: ServerRoutes, slices: Sequence[Slice], seconds: float, key: str = ""
 ) -> list[tuple[StateEntry, Bytes]]:
-    """What the rules remember about these slices, one slice after the other; `key`: only this of it."""
+    """The rule state of these slices, slice by slice; `key`: only this entry."""
     found: list[tuple[StateEntry, Bytes]] = []
     for part in slices:
         found += _read_one(routes.endpoints[routes.primaries[part.id]], part.id, seconds, key)
@@ -68,25 +68,25 @@ def read_state(
 def _read_one(endpoint: Endpoint, number: int, seconds: float, key: str) -> list[tuple[StateEntry, Bytes]]:
     landed: list[Bytes] = []
 
-    def landing(answer: Message) -> list[memoryview]:
+    def buffers_for(answer: Message) -> list[memoryview]:
         if isinstance(answer, GivenState):
             landed.extend(np.empty(entry.num_bytes, np.uint8) for entry in answer.entries)
         return [buffer_of(array) for array in landed]
 
-    answer = endpoint.call(AskState([number], key), into=landing).wait(seconds)
+    answer = endpoint.call(AskState([number], key), into=buffers_for).wait(seconds)
     if not isinstance(answer, GivenState):
         raise ProtocolError(f"state was answered with {type(answer).__name__}")
     return list(zip(answer.entries, landed, strict=True)) if landed else []
 
 
 def write_state(routes: ServerRoutes, slices: Sequence[Slice], entries: Entries, seconds: float) -> None:
-    """Gives the rules their state on these slices: on all of them before a cut, or behind it."""
+    """Sets the rule state of these slices. A snapshot contains all of them or none."""
     endpoints = list(routes.endpoints.values())
     wait_all([endpoint.call(LoadState([], [], about=1)) for endpoint in endpoints], seconds)
     try:
         _write_state(routes, slices, entries, seconds)
     finally:
-        with contextlib.suppress(SynclineError):  # who is not there, or has other slices, has forgotten it
+        with contextlib.suppress(SynclineError):  # a server that is gone or has other slices has dropped it
             wait_all([endpoint.call(LoadState([], [], about=2)) for endpoint in endpoints], seconds)
 
 
@@ -103,11 +103,11 @@ def _write_state(routes: ServerRoutes, slices: Sequence[Slice], entries: Entries
 
 
 _MOST_OPEN_COPIES = 4
-Told = Committed | Mapping[int, int]  # versions of all slices of a server, or of these
+Told = Committed | Mapping[int, int]  # versions of all slices of a server, or of some
 
 
 class KeptArrays:
-    """Arrays that belong to the caller: copies of slices for as long as they live."""
+    """Arrays of the caller that hold copies of slices while they live."""
 
     def __init__(self, layout: Layout, arrays: Mapping[str, Callable[[], Bytes | None]]) -> None:
         self._layout, self._arrays = layout, arrays
@@ -124,43 +124,42 @@ class KeptArrays:
 
 
 class SliceCopies:
-    """All copies of this worker. `told` and `landed_in` are for the script's thread; the questions for any."""
+    """All copies of this worker. The script's thread uses `told` and `landed_in`; any thread may ask for copies."""
 
     def __init__(self, name: str, layout: Layout, wait_seconds: float, num_kept: int) -> None:
-        """`num_kept`: so many of the targets that were filled last are kept alive; with two replicas they are not
-        needed."""
+        """`num_kept`: how many of the last targets to keep alive; not needed with two replicas."""
         self._name, self._layout, self._wait_seconds = name, layout, wait_seconds
-        self._sinks: list[weakref.ref[Target]] = []
+        self._targets: list[weakref.ref[Target]] = []
         self._last: collections.deque[Target] = collections.deque(maxlen=num_kept)
         self._arrays: dict[int, tuple[Landed, KeptArrays]] = {}  # by slice
-        self.told: dict[str, tuple[Sequence[Slice], Told]] = {}  # by server: the last that it said
-        self._known: dict[int, int] = {}  # the highest version of a slice, before that
+        self.told: dict[str, tuple[Sequence[Slice], Told]] = {}  # by server: its last answer
+        self._known: dict[int, int] = {}  # the highest version of a slice before that
         self._most_updates = 0  # of any slice
 
     def landed_in(self, target: Target) -> None:
-        """Slices come into this target from now on."""
-        refs = [ref for ref in self._sinks if ref() is not None and ref() is not target]
-        self._sinks = [*refs, weakref.ref(target)]
+        """This target receives slices from now on."""
+        refs = [ref for ref in self._targets if ref() is not None and ref() is not target]
+        self._targets = [*refs, weakref.ref(target)]
         if not any(known is target for known in self._last):
             self._last.append(target)
 
     def has_landed(self, target: Target | None) -> None:
-        """All of a commit has come into this target: where it takes everything, nothing older is kept beside it."""
+        """A commit is completely received. If its target takes everything, older copies are dropped."""
         if len(self._last) > 1 and self._last[-1] is target and all(map(target.wants, self._layout.slices())):
             self._last = collections.deque([target], self._last.maxlen)
 
     def _alive(self) -> list[Target]:
-        return [target for ref in self._sinks if (target := ref()) is not None]
+        return [target for ref in self._targets if (target := ref()) is not None]
 
     def keep(self, target: Target, parts: Sequence[Slice], arrays: KeptArrays) -> None:
-        """What is in the target lies in arrays of the caller, which outlive it."""
+        """The target's data lies in arrays of the caller, which outlive it."""
         for part in parts:
             found = _in_target(target, part)
             if found is not None:
                 self._arrays[part.id] = (found, arrays)
 
     def overwrites(self, target: Target, parts: Sequence[Slice]) -> None:
-        """This target writes into arrays of the caller, which may be those that something else was said of."""
+        """This target writes into arrays of the caller, which may invalidate earlier copies."""
         for part in parts:
             self._arrays.pop(part.id, None)
             for other in self._alive():
@@ -168,18 +167,18 @@ class SliceCopies:
                     other.kept[part.id] = None
 
     def pulled(self, versions: Sequence[int]) -> None:
-        """Slices were read, outside of a commit."""
+        """Slices were read outside of a commit."""
         self._most_updates = max(self._most_updates, *versions, 0)
 
     @property
     def most_updates(self) -> int:
-        """That any slice has had, by all that servers have answered so far."""
+        """The highest number of updates of any slice, by all answers so far."""
         for hosted, said in list(self.told.values()):
             self._most_updates = max(self._most_updates, *_versions(hosted, said).values(), 0)
         return self._most_updates
 
     def start_over(self) -> None:
-        """Servers change: what was said by server is kept by slice."""
+        """Servers change: stores by slice what was known by server."""
         self._most_updates = self.most_updates
         for hosted, said in self.told.values():
             for number, version in _versions(hosted, said).items():
@@ -194,7 +193,7 @@ class SliceCopies:
     # -- what the coordinator asks ------------------------------------------------------------------------
 
     def copies_of(self, slices: Sequence[int]) -> list[Copy]:
-        """The newest that is here of each of these slices."""
+        """The newest copy of each of these slices."""
         found = []
         parts = self._parts()
         for number in slices:
@@ -221,7 +220,7 @@ class SliceCopies:
 
     def _described(self, number: int, landed: Landed) -> Copy:
         clocks = dict(landed.clocks)
-        # What was acknowledged to this worker after that is revoked with the server: it is never made again.
+        # Later acknowledgements to this worker are revoked with the server; those commits are never replayed.
         own = max([landed.own, *(said.clock for parts, said in self._said() if number in parts)])
         if own:
             clocks[self._name] = max(own, clocks.get(self._name, 0))
@@ -230,12 +229,12 @@ class SliceCopies:
         return Copy(number, landed.version, clocks, max(known))
 
     def _said(self) -> list[tuple[set[int], Committed]]:
-        """The last acknowledgement of every server, with the slices that it is for."""
+        """The last acknowledgement of every server, with its slices."""
         told = list(self.told.values())
         return [({part.id for part in hosted}, said) for hosted, said in told if isinstance(said, Committed)]
 
     def bytes_of(self, copy: Copy) -> Bytes:
-        """The bytes of a copy that was told of; an error when it is not here any more."""
+        """The bytes of an announced copy; an error if it is gone."""
         part = self._parts().get(copy.slice)
         newest = self._newest(part) if part is not None else None
         if part is not None and newest is not None and newest[0].version == copy.version:
@@ -247,7 +246,7 @@ class SliceCopies:
         raise SynclineError(f"{self._name} has no copy of slice {copy.slice} at version {copy.version} any more")
 
     def give(self, copies: Sequence[Copy], target: Member, dial: Callable[[Member], Endpoint]) -> None:
-        """Brings copies to the server that is to have these slices."""
+        """Sends copies to the server that will host these slices."""
         endpoint = dial(target)
         calls: collections.deque[Call] = collections.deque()
         try:

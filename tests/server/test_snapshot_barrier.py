@@ -83,11 +83,11 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     slot = house.slot("server-0", 2)
     slot.pin()
     call = house.workers["worker-0"].commit("server-0", 1, x())
-    gate = house.tell("server-0", CloseSnapshotBarrier(1))
-    assert not gate.arrives(0.05)
+    barrier = house.tell("server-0", CloseSnapshotBarrier(1))
+    assert not barrier.arrives(0.05)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
-    answer = gate.wait(WAIT)
+    slot.drain()
+    answer = barrier.wait(WAIT)
     assert isinstance(answer, SnapshotBarrierClosed) and [clock for *_, clock in answer.clocks] == [1]
     call.wait(WAIT)
     assert answer.num_updates == 1
@@ -104,26 +104,26 @@ def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: M
 def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    house.servers["server-0"]._cut()._barrier_seconds = 0.05
     closed(house, "server-0")
     house.workers["worker-0"].commit("server-0", 1, x()).wait(WAIT)
     assert any("opens by itself" in line for line in house.lines)
-    with pytest.raises(ProtocolError, match="not closed any more"):
+    with pytest.raises(ProtocolError, match="no longer closed"):
         house.tell("server-0", Mark(1)).wait(WAIT)
 
 
 def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    house.servers["server-0"]._cut()._barrier_seconds = 0.05
     slot = house.slot("server-0", 0)
     slot.pin()
     worker = house.workers["worker-0"]
     calls = [worker.commit("server-0", 1, x())]
-    with pytest.raises(ProtocolError, match="open again"):
+    with pytest.raises(ProtocolError, match="barrier open before"):
         closed(house, "server-0")
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    slot.drain()
     calls.append(worker.commit("server-0", 2, x()))
     for call in calls:
         call.wait(WAIT)
@@ -139,7 +139,7 @@ def test_open_gate_lets_all_go_on(make_house: MakeHouse) -> None:
     assert not call.arrives(0.05), "that was another one"
     house.tell("server-0", OpenSnapshotBarrier(4))
     call.wait(WAIT)
-    with pytest.raises(ProtocolError, match="not closed any more"):
+    with pytest.raises(ProtocolError, match="no longer closed"):
         house.tell("server-0", Mark(4)).wait(WAIT)
 
 
@@ -170,7 +170,7 @@ def test_a_higher_number_or_turn_takes_its_place_and_a_lower_is_refused(make_hou
             closed(house, "server-0", number, turn)
     closed(house, "server-0", 2, 2)
     closed(house, "server-0", 3, 0)
-    with pytest.raises(ProtocolError, match="not closed any more"):
+    with pytest.raises(ProtocolError, match="no longer closed"):
         house.tell("server-0", Mark(2)).wait(WAIT)
 
 
@@ -352,9 +352,9 @@ def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse)
     answer = closed(house, "server-0")
     assert answer.clocks == through_of(house, worker_0=1, worker_1=1)
     assert answer.behind == through_of(house, worker_0=0, worker_1=0)
-    gate = Waiting(lambda: close_gates(house.tell, ["server-0"], 2))
+    barrier = Waiting(lambda: close_gates(house.tell, ["server-0"], 2))
     calls = [worker.commit("server-0", 1, x()) for worker in (one, two)]
-    assert set(gate.result().values()) == {1} and sums(house) == [-2.0]
+    assert set(barrier.result().values()) == {1} and sums(house) == [-2.0]
     mark(house.tell, ["server-0"], 2)
     for call in calls:
         call.wait(WAIT)

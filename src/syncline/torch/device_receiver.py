@@ -1,4 +1,6 @@
-"""New parameters on a GPU: `step()` returns when its commit is sent, each parameter is awaited where it is read."""
+"""Receives parameters on a GPU: `step()` returns when its commit is sent; each parameter is awaited where it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,21 @@ import torch
 
 from syncline.net.device_channel import DeviceChannel
 from syncline.torch.buffers import Buffers
-from syncline.torch.device_sink import DeviceSink
+from syncline.torch.device_target import DeviceTarget
 from syncline.torch.guard import Guard
-from syncline.torch.landing import pull_all
 from syncline.torch.parameters import Tracked, shaped
+from syncline.torch.receiver import pull_all
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.exchange.commit import ServersTicket
 from syncline.worker.exchange.servers import ServersExchange
 
 
-class DeviceLanding:
-    """Parameters land in flat memory on the device, in which the model's tensors lie where they can.
+class DeviceReceiver:
+    """Receives parameters into flat device memory, which the model's tensors share where possible.
 
-    Without a window, the last push is *due*: whoever reads a parameter waits for its slices, and so does the
-    stream that it is read on. With a window, an earlier push lands at the beginning of a step, while the device is
-    still at work: only streams wait then. `lazy` is False where everything is to be there when `step()` returns.
+    Without a window, the last push is *due*: reading a parameter waits for its slices, as does the stream that reads
+    it. With a window, an earlier push is received at the beginning of a step, while the device is busy: only streams
+    wait. `lazy` is False if everything must be received when `step()` returns.
     """
 
     def __init__(
@@ -38,28 +40,30 @@ class DeviceLanding:
         side: Side,
         model: torch.nn.Module | None,
         lazy: bool,
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
         self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
         self._side, self._lazy = side, lazy
         self._views: list[torch.Tensor] = []
         self._slices: list[tuple[int, ...]] = []  # by tracked parameter
         flats = self._lay_out(model)
-        self.sink = DeviceSink(side, flats, buffers.flats if buffers is not None else {}, exchange.mapped, hatch)
-        # Whoever commits, another optimizer or job.kv: what is still read from the servers' memory is read by then.
-        self._stop_finishing = exchange.before_commit(self.sink.finish)
+        self.target = DeviceTarget(
+            side, flats, buffers.flats if buffers is not None else {}, exchange.mapped, device_channel
+        )
+        # Before any commit (of another optimizer, or job.kv), pending reads of the servers' memory must be finished.
+        self._stop_finishing = exchange.before_commit(self.target.finish)
         self._buffer_slices = [p.id for p in exchange.layout.slices() if buffers and p.segment in buffers.flats]
         self._tickets: collections.deque[ServersTicket] = collections.deque()
         self._due: ServersTicket | None = None
-        self._landed = False  # and not awaited by anybody yet
-        self._astray: set[int] = set()  # parameters that lie elsewhere, and are still to be copied there
+        self._landed = False  # received, not awaited yet
+        self._astray: set[int] = set()  # parameters in other memory that must still be copied there
         self._home: dict[int, StreamMark] = {}
-        self._first_reads: dict[int, None] | None = {}  # in their order, until it is known
+        self._first_reads: dict[int, None] | None = {}  # in order, until known
         self._lock = threading.RLock()
         waits = {id(item.tensor): functools.partial(self._read, k) for k, item in enumerate(self._tracked)}
         self._guard = Guard(model.modules() if model is not None and lazy else (), waits)
         self._unguarded = [k for k, item in enumerate(self._tracked) if id(item.tensor) not in self._guard.guarded]
-        self._guard.arm()  # for the order of the first reads
+        self._guard.arm()  # to learn the order of the first reads
 
     def _lay_out(self, model: torch.nn.Module | None) -> dict[int, torch.Tensor]:
         where, flats = self._exchange.layout.where, {}
@@ -85,11 +89,11 @@ class DeviceLanding:
     def before_push(self) -> None:
         with self._lock:
             self._learn()
-            self.sink.begin()
+            self.target.begin()
             self._land(max(self._window - 1, 0))
 
     def _learn(self) -> None:
-        """The order in which a forward needs its parameters, once it is known."""
+        """Learns the order in which a forward reads its parameters, and prefers it."""
         if self._first_reads:
             order = [*self._first_reads, *(k for k in range(len(self._tracked)) if k not in self._first_reads)]
             slices = dict.fromkeys(number for k in order for number in self._slices[k])
@@ -97,9 +101,9 @@ class DeviceLanding:
             self._first_reads = None
 
     def before_commit(self) -> None:
-        self.sink.begin()
-        if not self._window:  # the first slices may come before the commit returns
-            self.sink.follow()
+        self.target.begin()
+        if not self._window:  # the first slices may arrive before the commit returns
+            self.target.follow()
 
     def opened(self, ticket: ServersTicket) -> None:
         with self._lock:
@@ -119,7 +123,7 @@ class DeviceLanding:
                 self._landed = True
 
     def _await(self) -> None:
-        """Parameters are awaited by whoever reads them, or here."""
+        """Lets reads wait for parameters, or waits here."""
         if self._due is not None or self._landed:
             self._astray = {k for k, item in enumerate(self._tracked) if _is_elsewhere(item.tensor, self._views[k])}
             self._home.clear()
@@ -142,18 +146,18 @@ class DeviceLanding:
     # -- reading ------------------------------------------------------------------------------------------
 
     def _read(self, k: int, alone: bool) -> bool:
-        """A parameter is read. Whether nothing of it is awaited any more."""
+        """A parameter is read. Returns whether nothing of it is pending."""
         with self._lock:
             if self._first_reads is not None and alone:
                 self._first_reads[k] = None
-            # With a window, the next push may land at any time.
+            # With a window, the next push may be received at any time.
             return self._need(k) and not (self._window and self._tickets)
 
     def _need(self, k: int) -> bool:
-        """The caller's stream goes on after this parameter has come. Whether it has."""
+        """Orders the caller's stream after this parameter. Returns whether it has arrived."""
         if self._due is not None:
             self._due.wait_for(self._slices[k])
-        is_there = self.sink.order(self._slices[k])
+        is_there = self.target.order(self._slices[k])
         if k in self._astray:
             self._astray.discard(k)
             with torch.no_grad():
@@ -173,23 +177,23 @@ class DeviceLanding:
 
     def settle(self) -> None:
         with self._lock:
-            self.sink.begin()
+            self.target.begin()
             self._land(0)
             self._await()
             self.wait()
-            self.sink.finish()
+            self.target.finish()
 
     def pull(self) -> None:
         with self._lock:
-            self.sink.begin()
-            pull_all(self._exchange, self.sink)
+            self.target.begin()
+            pull_all(self._exchange, self.target)
             self._landed = True
             self._await()
             self.wait()
 
     @property
     def is_left(self) -> bool:
-        return False  # it looks where each tensor lies when it lands there
+        return False  # each tensor's memory is checked when parameters are received
 
     @property
     def is_written(self) -> bool:
@@ -201,11 +205,11 @@ class DeviceLanding:
 
 
 def _is_elsewhere(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether somebody has put other memory in its place: model.to(), an exchange of weights."""
+    """Whether other memory was put in its place: model.to(), swapped weights."""
     return bool(tensor.numel()) and tensor.data_ptr() != view.data_ptr()
 
 
 def _laid_out_by_cudnn(model: torch.nn.Module | None) -> set[int]:
-    """The weights of recurrent modules: cuDNN wants each module's in a piece of memory of its own."""
+    """The weights of recurrent modules: cuDNN needs each module's weights in one piece of memory."""
     found = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)] if model is not None else []
     return {id(parameter) for module in found for parameter in module.parameters()}

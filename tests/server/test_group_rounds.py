@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from syncline.core.forecast import CommitShare
 from syncline.server.reduce.process_group import GroupRound
-from syncline.server.reduce.reducer import Early, forecast_commits
+from syncline.server.reduce.reducer import CommitShare, Early, expected_commits
 from syncline.server.tasks import StagedCommit
 
 
@@ -30,8 +29,8 @@ def test_what_is_staged_in_the_moment_of_the_look_is_laid_with_its_bytes() -> No
         numbers=[0], flat=torch.zeros(4), awaits=lambda own: [0],
         lay=lambda own, equal: laid.append([commit.item.arrays(None) for commit in own]),
     )  # fmt: skip
-    sums: Any = types.SimpleNamespace(buckets=lambda forecast: [bucket])
-    forecast = forecast_commits([CommitShare("worker-0", 1, 5, 1.0, ((0, 1),))])
-    circling = GroupRound(sums, forecast, "worker-0", lambda tensor: tensor)  # type: ignore[arg-type, return-value]
+    sums: Any = types.SimpleNamespace(buckets=lambda expected: [bucket])
+    expected = expected_commits([CommitShare("worker-0", 1, 5, 1.0, ((0, 1),))])
+    circling = GroupRound(sums, expected, "worker-0", lambda tensor: tensor)  # type: ignore[arg-type, return-value]
     circling.go_on(InTheMoment())
     assert circling.num_begun == 1 and laid[0][0] is not None

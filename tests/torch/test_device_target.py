@@ -12,7 +12,7 @@ import torch
 from tests.patience import PATIENCE
 
 from syncline.core.layout import Slice
-from syncline.torch.device_sink import DeviceSink
+from syncline.torch.device_target import DeviceTarget
 
 PARTS = [Slice(k, 0, "float32", 64 * k, 64) for k in range(4)]
 ON_HOST = Slice(9, 1, "float32", 0, 64)
@@ -27,7 +27,7 @@ class Setting:
         self.flat = torch.zeros(256, dtype=torch.uint8)
         self.on_host = np.zeros(64, np.uint8)
         self.side = side
-        self.sink = DeviceSink(side, {0: self.flat}, {1: self.on_host}, lambda: [self.server])
+        self.target = DeviceTarget(side, {0: self.flat}, {1: self.on_host}, lambda: [self.server])
 
     def source(self, part: Slice) -> Any:
         return self.server[part.offset : part.offset + part.num_bytes]
@@ -39,49 +39,49 @@ def setting(slow_side: Any) -> Setting:
 
 
 def test_slices_are_taken_from_the_servers_memory_to_their_own_place(setting: Setting) -> None:
-    setting.sink.take([(part, setting.source(part)) for part in (PARTS[3], PARTS[1])])
+    setting.target.take([(part, setting.source(part)) for part in (PARTS[3], PARTS[1])])
     assert not setting.flat.any()  # nothing has been copied yet
-    assert setting.sink.order([1]) is False
+    assert setting.target.order([1]) is False
     assert torch.equal(setting.flat[64:128], torch.arange(64, 128, dtype=torch.uint8))
     assert not setting.flat[:64].any() and not setting.flat[128:192].any()
-    assert setting.sink.order([1]) is True and setting.sink.order([0]) is True
+    assert setting.target.order([1]) is True and setting.target.order([0]) is True
 
 
 def test_a_reader_waits_for_the_last_of_its_slices(setting: Setting) -> None:
-    setting.sink.take([(part, setting.source(part)) for part in PARTS[:3]])
-    setting.sink.order([2, 0])
+    setting.target.take([(part, setting.source(part)) for part in PARTS[:3]])
+    setting.target.order([2, 0])
     assert setting.side.num_done == 3
-    setting.sink.take([(PARTS[0], setting.source(PARTS[0])), (PARTS[3], setting.source(PARTS[3]))])
-    setting.sink.order([0, 2])
+    setting.target.take([(PARTS[0], setting.source(PARTS[0])), (PARTS[3], setting.source(PARTS[3]))])
+    setting.target.order([0, 2])
     assert setting.side.num_done == 4
 
 
 def test_nothing_reads_the_servers_memory_after_finish(setting: Setting) -> None:
-    setting.sink.take([(part, setting.source(part)) for part in PARTS])
-    setting.sink.finish()
+    setting.target.take([(part, setting.source(part)) for part in PARTS])
+    setting.target.finish()
     assert setting.side.num_done == 4
     assert torch.equal(setting.flat, torch.arange(256, dtype=torch.uint8))
 
 
 def test_buffers_are_given_again_only_when_they_have_been_read(setting: Setting) -> None:
     for value in (5, 7):
-        (view,) = setting.sink.views(PARTS[2])
+        (view,) = setting.target.views(PARTS[2])
         assert setting.side.num_done == setting.side.num_queued
         view[:] = value
-        setting.sink.filled([PARTS[2]])
-    setting.sink.finish()  # is about the servers' memory only
+        setting.target.filled([PARTS[2]])
+    setting.target.finish()  # is about the servers' memory only
     assert setting.flat[128] == 5 and setting.side.num_done == 1
-    setting.sink.order([2])
+    setting.target.order([2])
     assert setting.flat[128:192].tolist() == [7] * 64 and not setting.flat[192:].any()
 
 
 def test_what_stays_on_the_host_is_there_at_once(setting: Setting) -> None:
-    assert setting.sink.wants(ON_HOST) and setting.sink.wants(PARTS[0])
-    assert not setting.sink.wants(Slice(10, 2, "float32", 0, 64))
-    setting.sink.take([(ON_HOST, setting.source(PARTS[1]))])
+    assert setting.target.wants(ON_HOST) and setting.target.wants(PARTS[0])
+    assert not setting.target.wants(Slice(10, 2, "float32", 0, 64))
+    setting.target.take([(ON_HOST, setting.source(PARTS[1]))])
     assert setting.on_host.tolist() == list(range(64, 128))
-    setting.sink.views(ON_HOST)[0][:] = 1
-    setting.sink.filled([ON_HOST])
+    setting.target.views(ON_HOST)[0][:] = 1
+    setting.target.filled([ON_HOST])
     assert setting.on_host.tolist() == [1] * 64 and setting.side.num_queued == 0
 
 
@@ -89,12 +89,12 @@ def test_parameters_are_overwritten_only_after_the_callers_stream(setting: Setti
     """The side follows the caller's stream once per push, before the first slice."""
     followed: list[int] = []
     setting.side.follow = lambda stream=None: followed.append(setting.side.num_queued)
-    setting.sink.begin()
-    setting.sink.take([(part, setting.source(part)) for part in PARTS[:2]])
-    setting.sink.take([(PARTS[2], setting.source(PARTS[2]))])
+    setting.target.begin()
+    setting.target.take([(part, setting.source(part)) for part in PARTS[:2]])
+    setting.target.take([(PARTS[2], setting.source(PARTS[2]))])
     assert followed == [0]
-    setting.sink.follow()
-    setting.sink.take([(PARTS[3], setting.source(PARTS[3]))])
+    setting.target.follow()
+    setting.target.take([(PARTS[3], setting.source(PARTS[3]))])
     assert followed == [0, 3]
 
 
@@ -111,7 +111,7 @@ def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monk
 
     def ask(part: Slice) -> None:
         both.wait()
-        found[part.id] = setting.sink.views(part)[0]
+        found[part.id] = setting.target.views(part)[0]
 
     threads = [threading.Thread(target=ask, args=(part,), name="Thread-asks") for part in PARTS[:2]]
     for thread in threads:
@@ -120,20 +120,20 @@ def test_two_servers_first_slices_land_in_the_same_memory(setting: Setting, monk
         thread.join(PATIENCE)
     for number, view in found.items():
         view[:] = number + 1
-    setting.sink.filled(PARTS[:2])
-    setting.sink.order([0, 1])
+    setting.target.filled(PARTS[:2])
+    setting.target.order([0, 1])
     assert (setting.flat[:64] == 1).all() and (setting.flat[64:128] == 2).all()
 
 
 def test_a_device_gives_back_what_has_come(slow_side: Any) -> None:
     flat = torch.zeros(256, dtype=torch.uint8)
-    sink = DeviceSink(slow_side, {0: flat}, {1: np.full(64, 9, np.uint8)}, list)
+    target = DeviceTarget(slow_side, {0: flat}, {1: np.full(64, 9, np.uint8)}, list)
     part, host = Slice(0, 0, "uint8", 64, 128), Slice(1, 1, "uint8", 0, 64)
-    sink.take([(part, np.arange(128, dtype=np.uint8))])
+    target.take([(part, np.arange(128, dtype=np.uint8))])
     assert not flat.any(), "the copy is queued"
-    data = sink.copy_of(part)
+    data = target.copy_of(part)
     assert data is not None and (data == np.arange(128)).all()
-    assert (sink.copy_of(host) == 9).all() and sink.holds(part) and sink.holds(host)
-    assert not sink.holds(Slice(2, 2, "uint8", 0, 64)) and sink.copy_of(Slice(2, 2, "uint8", 0, 64)) is None
+    assert (target.copy_of(host) == 9).all() and target.holds(part) and target.holds(host)
+    assert not target.holds(Slice(2, 2, "uint8", 0, 64)) and target.copy_of(Slice(2, 2, "uint8", 0, 64)) is None
     data[:] = 0
     assert flat[64:192].any(), "a copy is a copy"

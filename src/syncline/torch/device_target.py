@@ -1,4 +1,4 @@
-"""New parameters on their way onto a device: slice by slice, by a side stream, each with a mark of its own."""
+"""Copies new parameters to a device, slice by slice on a side stream, each with its own event."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from syncline.worker.arrays import Bytes, address_of
 from syncline.worker.exchange.targets import FlatTarget, Landed, WantedSlices
 
 
-class DeviceSink:
-    """Segments that lie flat on a device, beside some that stay on the host."""
+class DeviceTarget:
+    """Segments in flat device memory, besides some on the host."""
 
     def __init__(
         self,
@@ -23,30 +23,29 @@ class DeviceSink:
         flats: Mapping[int, torch.Tensor],
         on_host: Mapping[int, Bytes],
         mapped: Callable[[], list[Bytes]],
-        hatch: DeviceChannel | None = None,
+        device_channel: DeviceChannel | None = None,
     ) -> None:
-        """`device channel`: to a server that has the same slices on the same device."""
-        self._side, self._flats, self._mapped, self._hatch = side, flats, mapped, hatch
-        # Through the device channel everything comes at once, when all servers have answered: also the one of this
-        # process.
-        self.in_parts = hatch is None
+        """`device_channel`: to a server with the same slices on the same device."""
+        self._side, self._flats, self._mapped, self._device_channel = side, flats, mapped, device_channel
+        # Through the device channel everything arrives at once, after all servers have answered.
+        self.in_parts = device_channel is None
         self._on_host = FlatTarget(on_host)
-        self._landing: dict[int, torch.Tensor] = {}  # by segment: host memory for what is brought as bytes
-        self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: where it was seen last
-        self._marks: dict[int, tuple[int, StreamMark]] = {}  # by slice, numbered in the order of the side's queue
+        self._host_copies: dict[int, torch.Tensor] = {}  # by segment: pinned host memory for received bytes
+        self._sources: dict[int, tuple[int, torch.Tensor]] = {}  # by slice: its last known source
+        self._marks: dict[int, tuple[int, StreamMark]] = {}  # by slice, numbered in queue order
         self._count = 0
-        self._taking: StreamMark | None = None  # the last that is read from the servers' memory
+        self._taking: StreamMark | None = None  # the last read from the servers' memory
         self._follows = False
-        self._lock = threading.RLock()  # the exchange may call from the threads that bring its answers
-        self.wanted: dict[str, WantedSlices] = {}  # the exchange's own
+        self._lock = threading.RLock()  # the exchange may call from its receiving threads
+        self.wanted: dict[str, WantedSlices] = {}  # owned by the exchange
         self.kept: dict[int, Landed | None] = {}
 
     def begin(self) -> None:
-        """What comes next overwrites parameters: only after all that the caller's stream has to do by then."""
+        """The next copies overwrite parameters: they wait for the caller's stream as of the first copy."""
         self._follows = False
 
     def follow(self) -> None:
-        """What comes next overwrites parameters: only after all that the caller's stream has to do so far."""
+        """The next copies overwrite parameters: they wait for the caller's stream as of now."""
         self._side.follow()
         self._follows = True
 
@@ -58,17 +57,17 @@ class DeviceSink:
     def views(self, part: Slice) -> list[Bytes]:
         if part.segment not in self._flats:
             return self._on_host.views(part)
-        with self._lock:  # several servers may bring their first slices at once
-            if part.segment not in self._landing:
-                self._landing[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
+        with self._lock:  # several servers may deliver their first slices at once
+            if part.segment not in self._host_copies:
+                self._host_copies[part.segment] = self._side.new_host_memory(self._flats[part.segment].numel())
         self._wait_for(part)  # its last bytes may still be read from here
-        view: Bytes = self._of(self._landing[part.segment], part).numpy()
+        view: Bytes = self._of(self._host_copies[part.segment], part).numpy()
         return [view]
 
     def filled(self, parts: Sequence[Slice]) -> None:
         for part in parts:
             if part.segment in self._flats:
-                self._bring(part, self._of(self._landing[part.segment], part))
+                self._bring(part, self._of(self._host_copies[part.segment], part))
 
     def take(self, parts: Sequence[tuple[Slice, Bytes]]) -> None:
         for part, source in parts:
@@ -81,7 +80,7 @@ class DeviceSink:
         self._taking = self._side.mark()
 
     def start_over(self) -> None:
-        """What has come may be in use by now: it is overwritten after all that the caller's stream has to do."""
+        """Received parameters may be in use: overwrites wait for the caller's stream."""
         self.follow()
 
     def holds(self, part: Slice) -> bool:
@@ -95,7 +94,11 @@ class DeviceSink:
         return copy
 
     def fetches(self, part: Slice) -> bool:
-        return self._hatch is not None and part.segment in self._flats and part.segment in self._hatch.segments
+        return (
+            self._device_channel is not None
+            and part.segment in self._flats
+            and part.segment in self._device_channel.segments
+        )
 
     # -- towards the device -------------------------------------------------------------------------------
 
@@ -108,9 +111,9 @@ class DeviceSink:
             self._marks[part.id] = (self._count, self._side.mark())
 
     def _fetch(self, part: Slice) -> None:
-        """From the memory of the server in this process, on the same device."""
-        assert self._hatch is not None
-        handed = self._hatch.parameters(part.id)
+        """Copies from the server in this process, on the same device."""
+        assert self._device_channel is not None
+        handed = self._device_channel.parameters(part.id)
         assert handed is not None, "applied, and not handed over"
         with self._lock:
             if handed.event is not None:
@@ -122,7 +125,7 @@ class DeviceSink:
         return flat[part.offset : part.offset + part.num_bytes]
 
     def _source(self, part: Slice, source: Bytes) -> torch.Tensor:
-        """The source as a tensor over memory that was prepared as a whole."""
+        """The source as a tensor over registered memory."""
         address = address_of(source)
         known = self._sources.get(part.id)
         if known is None or known[0] != address:
@@ -139,7 +142,7 @@ class DeviceSink:
     # -- what readers of the parameters call --------------------------------------------------------------
 
     def order(self, slices: Iterable[int]) -> bool:
-        """The caller's stream goes on after these slices are there. Whether they are already."""
+        """Orders the caller's stream after these slices. Returns whether they are already there."""
         marks = [self._marks[number] for number in slices if number in self._marks]
         if not marks:
             return True
@@ -154,6 +157,6 @@ class DeviceSink:
             self._marks[part.id][1].wait()
 
     def finish(self) -> None:
-        """Returns when nothing is read from the servers' memory any more."""
+        """Waits until nothing is read from the servers' memory."""
         if self._taking is not None:
             self._taking.wait()

@@ -1,4 +1,4 @@
-"""How new parameters come into the model: landed by `step()` itself, as on a CPU and with local steps."""
+"""Receives new parameters into the model in `step()` itself, as on a CPU and with local steps."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.exchange.targets import FlatTarget, Target
 
 
-class Landing(Protocol):
-    """What `DistributedOptimizer` asks of either way to land parameters."""
+class ParameterReceiver(Protocol):
+    """What `DistributedOptimizer` needs of a receiver."""
 
     @property
     def is_left(self) -> bool:
-        """Whether parameters that landed here lie in other memory now."""
+        """Whether received parameters have moved to other memory."""
 
     @property
     def is_written(self) -> bool:
-        """Whether the script was seen to write to them since they landed, through `.data` too."""
+        """Whether the script was seen to write to them since, through `.data` too."""
 
     @property
-    def sink(self) -> Target:
-        """Where the exchange brings them."""
+    def target(self) -> Target:
+        """Where the exchange delivers them."""
 
     def before_push(self) -> None:
-        """A step begins: an earlier push may land now."""
+        """A step begins: an earlier push may be received now."""
 
     def before_commit(self) -> None:
-        """The servers' memory will be written again: nothing reads it after this."""
+        """The servers' memory will be written again: ends all reads of it."""
 
     def opened(self, ticket: ServersTicket) -> None:
-        """A commit is under way."""
+        """A commit is in flight."""
 
     def wait(self) -> None:
-        """The parameters of every push that is not in the window are in the model, for whatever reads them next."""
+        """All pushes outside the window are received into the model."""
 
     def settle(self) -> None:
-        """The same of every push; nothing is under way after this."""
+        """All pushes are received; nothing is in flight after this."""
 
     def pull(self) -> None:
-        """Brings the newest parameters."""
+        """Pulls the newest parameters."""
 
     def close(self) -> None:
-        """Another one takes over; everything is settled."""
+        """Another receiver takes over; everything is settled."""
 
 
-class HostLanding:
-    """Parameters land in flat memory on the host, in which the model's tensors lie where they can."""
+class HostReceiver:
+    """Receives parameters into flat host memory, which the model's tensors share where possible."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class HostLanding:
     ) -> None:
         self._exchange, self._buffers, self._window = exchange, buffers, window
         self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
-        self.sink = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
+        self.target = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
         self._tickets: collections.deque[ServersTicket] = collections.deque()
 
     def before_push(self) -> None:
-        """What is open lands after the commit."""
+        """Open commits are received after the next commit."""
 
     def before_commit(self) -> None:
-        """What has landed is a copy."""
+        """Received parameters are copies."""
 
     def opened(self, ticket: ServersTicket) -> None:
         self._tickets.append(ticket)
@@ -96,7 +96,7 @@ class HostLanding:
             self.spread()
 
     def pull(self) -> None:
-        pull_all(self._exchange, self.sink)
+        pull_all(self._exchange, self.target)
         self.spread()
 
     def close(self) -> None:
@@ -111,13 +111,13 @@ class HostLanding:
         return not self._tickets and self.flat.is_written
 
     def spread(self) -> None:
-        """What has landed goes into the tensors that do not lie in the flat memory."""
+        """Copies received parameters into the tensors that do not share the flat memory."""
         self.flat.spread()
         self.flat.note()
         if self._buffers is not None:
             self._buffers.spread()
 
 
-def pull_all(exchange: ServersExchange, sink: Target) -> None:
-    """The newest of everything that a sink wants."""
-    exchange.pull([part for part in exchange.layout.slices() if sink.wants(part)], sink, None)
+def pull_all(exchange: ServersExchange, target: Target) -> None:
+    """Pulls everything that a target wants."""
+    exchange.pull([part for part in exchange.layout.slices() if target.wants(part)], target, None)

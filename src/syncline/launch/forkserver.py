@@ -1,0 +1,162 @@
+"""Members that are forked from a process with torch loaded, so that each of them starts in milliseconds.
+
+Loading torch takes seconds of processor time. One process of this host does it once (`launch/preloaded.py`) and forks
+the servers and workers that the launcher asks for, at the start and whenever one starts again. Linux only: elsewhere,
+and whenever the fork server does not answer, a member is started as a new interpreter.
+
+A forked member is a child of the launcher, not of the fork server: the launcher is its subreaper for that moment, so
+its exit code, its signals and its death with the launcher are those of any other child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO
+
+import msgspec
+
+from syncline import config as configuration
+
+#: For the fork server to load torch, on a machine that has other work too.
+ANSWER_SECONDS = 60.0
+_PR_SET_CHILD_SUBREAPER = 36
+#: Room in the fork server's command line for that of a member, which a forked process writes over it.
+TITLE_BYTES = 128
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """A request: fork a member of this name. Its standard input and output come with the message."""
+
+    name: str
+    environment: dict[str, str] = {}
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """The answer: the new process, or None where the system has no room for one."""
+
+    pid: int | None
+
+
+class ForkedProcess:
+    """A forked member as a child of this process; the part of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # collected elsewhere: how it ended is lost
+                    pid, status = self.pid, signal.SIGKILL
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(["member", str(self.pid)], timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class ForkServer:
+    """The launcher's side. `fork()` returns None wherever a member has to be started in the plain way."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Starts the process, which begins to load torch; does not wait for it."""
+        if sys.platform != "linux" or self._process is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "syncline.launch.preloaded", str(theirs.fileno()), "-" * TITLE_BYTES]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=[theirs.fileno()],
+                    env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
+                )
+            except OSError:  # no room for it: members start in the plain way
+                ours.close()
+                return
+        ours.settimeout(ANSWER_SECONDS)
+        self._control = ours
+
+    def fork(self, name: str, environment: Mapping[str, str]) -> ForkedProcess | None:
+        """A new process that waits for its plan on its standard input."""
+        if self._control is None:
+            return None
+        stdin, own_stdin = os.pipe()
+        own_stdout, stdout = os.pipe()
+        pid = None
+        try:
+            with _adopting():
+                request = msgspec.json.encode(Fork(name, dict(environment)))
+                socket.send_fds(self._control, [request], [stdin, stdout])
+                pid = msgspec.json.decode(self._control.recv(1 << 10), type=Forked).pid
+        except (OSError, msgspec.DecodeError):
+            self.close()
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        if pid and _is_own_child(pid):
+            return ForkedProcess(pid, open(own_stdin, "wb"), open(own_stdout, "rb"))
+        self.close()
+        os.close(own_stdin)  # if there is a process, it ends with this
+        os.close(own_stdout)
+        return None
+
+    def close(self) -> None:
+        """Ends the process; members that it has forked live on."""
+        process, control = self._process, self._control
+        self._control = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """While this lasts, a process whose parent ends becomes a child of ours."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _is_own_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
