@@ -37,16 +37,16 @@ def test_a_round_has_one_ballot_whoever_sees_it() -> None:
 
 def test_of_an_older_generation_no_vote_counts_and_of_a_later_one_it_is_kept() -> None:
     """The same round may be made again, with others in it: what was voted on before is another."""
-    votes, anew = begun(), Ballot(5, "worker-0", 1, 7)
+    votes, repeated = begun(), Ballot(5, "worker-0", 1, 7)
     votes.vote(FIRST, "server-0")
-    votes.vote(anew, "server-1")  # it has heard of the change before us
-    assert not votes.is_decided(anew)
+    votes.vote(repeated, "server-1")  # it has heard of the change before us
+    assert not votes.is_decided(repeated)
     votes.begin(5, ("server-0", "server-1"))
     for server in ALL:
         votes.vote(FIRST, server)
     assert not votes.is_decided(FIRST)
-    votes.vote(anew, "server-0")
-    assert votes.is_decided(anew)
+    votes.vote(repeated, "server-0")
+    assert votes.is_decided(repeated)
 
 
 def test_what_every_survivor_holds_counts_and_nothing_else() -> None:

@@ -132,7 +132,7 @@ def saved(house: House, path: pathlib.Path) -> Given:
     return save(house.tell, list(house.servers), house.registry.layout, path)
 
 
-def take_up(house: House, given: Given, **fields: Any) -> None:
+def resume(house: House, given: Given, **fields: Any) -> None:
     folder, _, digest, _ = given
     calls = []
     for server in house.servers:
@@ -156,7 +156,7 @@ def test_on_another_number_of_servers_everything_is_as_it_was(
     after = make_house(servers, 1, policy="async", slice_bytes={1: 4096, 3: 192, 5: 64}[servers])
     for prefix in ("p.", "q."):
         host(after, prefix, rule, dtype, {})
-    take_up(after, given)
+    resume(after, given)
     names = list(before.registry.layout.where)
     assert all((raw(before, name) == raw(after, name)).all() for name in names)
     assert states(before) == states(after) and (states(before) or rule == "Add")
@@ -185,7 +185,7 @@ def test_it_has_a_backup_at_once(make_house: MakeHouse, tmp_path: Any) -> None:
         host(after, prefix, "Adam", "float32", {})
     after.seed("server-0", "server-1")
     after.seed("server-1", "server-0")
-    take_up(after, given)
+    resume(after, given)
 
     def is_backed(number: int) -> bool:
         one, two = (after.slot(server, number) for server in after.servers)
@@ -223,7 +223,7 @@ def test_a_group_that_starts_afresh_has_its_values_and_no_state(make_house: Make
     after = make_house(1, 1, policy="async", slice_bytes=256)
     for prefix in ("p.", "q."):
         host(after, prefix, "Adam", "float32", {})
-    take_up(after, saved(before, tmp_path), fresh=[(1, 0)])
+    resume(after, saved(before, tmp_path), fresh=[(1, 0)])
     assert all((raw(before, name) == raw(after, name)).all() for name in before.registry.layout.where)
     assert {name[:2] for name, _ in states(after)} == {"p."}
 
@@ -234,13 +234,13 @@ def test_said_again_it_changes_nothing_and_values_are_not_taken_over(make_house:
     after = make_house(1, 1, policy="async", slice_bytes=256)
     for prefix in ("p.", "q."):
         host(after, prefix, "SGD", "float32", {})
-    take_up(after, given)
+    resume(after, given)
     push(after, 1, both("SGD", 9, "float32"))
     now = raw(after, "p.d").copy()
-    take_up(after, given)
+    resume(after, given)
     assert (raw(after, "p.d") == now).all()
     with pytest.raises(StoreError, match="has its values already"):
-        take_up(before, given)
+        resume(before, given)
 
 
 def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse, tmp_path: Any) -> None:
@@ -297,5 +297,5 @@ def test_only_what_is_needed_is_read(make_house: MakeHouse, tmp_path: Any, monke
     after = make_house(1, 1, policy="async", slice_bytes=64)
     for prefix in ("p.", "q."):
         host(after, prefix, "Adam", "float32", {})
-    take_up(after, given)
+    resume(after, given)
     assert len(read) == len(set(read)) == sum(len(file.tensors) for file in given[1].files)

@@ -287,11 +287,13 @@ def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() 
     with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         flow = jobs._process._servers["server-0"].commits.flow
         commit = Commit("worker-0", 1, 7, StagedCommit(1, 0, 0))
-        dropped, anew = (RoundTask((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2))
-        flow._under_way[key_of(commit)] = anew
+        dropped, repeated = (
+            RoundTask((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2)
+        )
+        flow._under_way[key_of(commit)] = repeated
         flow.fail(dropped, RuleError("late"))
-        assert flow._under_way == {key_of(commit): anew} and dropped.failed is not None
-        flow.through(anew)
+        assert flow._under_way == {key_of(commit): repeated} and dropped.failed is not None
+        flow.through(repeated)
         assert not flow._under_way
 
 

@@ -97,7 +97,7 @@ class Gated(Host):
             return
         if not self.opened:
             self.opened = True
-            self._begin_anew()
+            self._reset()
         if not self.keeps(session, frame):
             self._depart(session, frame)
 

@@ -107,7 +107,7 @@ class Host(SimMember):
             return False
         if not self.opened:
             self.opened = True
-            self._begin_anew()
+            self._reset()
         try:
             self.rounds.standing(frame.name, frame.incarnation)
         except FencedError:
@@ -384,7 +384,7 @@ class Host(SimMember):
 
     def _go_on(self) -> None: ...
 
-    def _begin_anew(self) -> None: ...
+    def _reset(self) -> None: ...
 
     def _seed_failed(self) -> None: ...
 

@@ -46,7 +46,7 @@ class Job:
             num_samples=scenario.data.num_samples if scenario.data is not None else 0,
         )  # fmt: skip
         if taken is not None:
-            self.ledger.samples.take_up(taken.done, taken.excused)
+            self.ledger.samples.resume(taken.done, taken.excused)
         self.config = JobConfig(
             workers=scenario.workers, servers=scenario.servers, most_workers=len(scenario.scripts),
             policy=scenario.policy, replicas=scenario.replicas,

@@ -290,8 +290,8 @@ class RingServer(Server):
         new = {life for life, name in targets.items() if before is None or name not in before.names}
         self.lacking[replica_set.slice] = set() if is_first else (known | new) & set(targets)
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
+    def _reset(self) -> None:
+        super()._reset()
         states = [self.hosted[n].state for n in self.primaries()]
         clocks = {**least_clocks(states), **self.settled}
         self.rounds.reset([msgspec.structs.replace(s) for s in self.standings], clocks)

@@ -27,7 +27,7 @@ class Samples:
         self.revoked_on: dict[int, set[Sample]] = {}  # by slice: of steps that are not on it, as reported
         self._leases: dict[int, tuple[str, int, Span]] = {}
 
-    def take_up(self, done: Iterable[Sample], excused: Iterable[Sample]) -> None:
+    def resume(self, done: Iterable[Sample], excused: Iterable[Sample]) -> None:
         """What a checkpoint says is done, and what was in doubt there."""
         self.before.update(done)
         self.excused.update(excused)

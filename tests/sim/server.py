@@ -34,7 +34,7 @@ class Server(Gated):
         if "gate_over_prepare" not in self.job.bugs:
             self.open_gate()
         if not self.opened:
-            self._begin_anew()
+            self._reset()
         self.prepared, self.installing, self.change = change.generation, None, change
         known = {(m.name, m.incarnation) for m in self.members.values() if m.role == "server"}
         self.out |= known.difference(map(tuple, change.servers))
@@ -176,14 +176,14 @@ class Server(Gated):
         self.rounds.is_alone = sum(member.role == "server" for member in install.members) == 1
         if change.moves:
             self.standings, self.opened = [msgspec.structs.replace(s) for s in install.standings], False
-            self._begin_anew()
+            self._reset()
             self.held = []
         else:
             if not self.opened:  # nobody has spoken since primaries changed
                 new = {s.name: msgspec.structs.replace(s) for s in install.standings}
                 out = set(new) | {n for n, i in change.fenced if i >= self.incarnation_of(n)}
                 self.standings = [s for s in self.standings if s.name not in out] + list(new.values())
-                self._begin_anew()
+                self._reset()
             for standing in install.standings:
                 self.rounds.enter(msgspec.structs.replace(standing))
                 self.entered_in[standing.name] = install.generation
@@ -219,7 +219,7 @@ class Server(Gated):
     def incarnation_of(self, name: str) -> int:
         return max((s.incarnation for s in self.standings if s.name == name), default=0)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         """Open commits are given back, to be made again: the clocks on each slice decide what is new there."""
         states = [self.hosted[n].state for n in self.primaries()]
         clocks = least_clocks(states)

@@ -290,7 +290,7 @@ class Worker(SimMember):
     def on_behind(self, session: Session, frame: Frame) -> None:
         life = session.other(self).life
         if self._step_of(session, frame) is not None or self.asked.get(life) == frame.body[0]:
-            self.after(0.1, lambda: self._anew(life))
+            self.after(0.1, lambda: self._restart(life))
 
     def on_fenced(self, session: Session, frame: Frame) -> None:
         life = session.other(self).life
@@ -311,7 +311,7 @@ class Worker(SimMember):
 
     # -- what goes wrong ----------------------------------------------------------------------------------
 
-    def _anew(self, life: str) -> None:
+    def _restart(self, life: str) -> None:
         self._forget(life)
         self.blocked.discard(life)
         self.pump()
@@ -331,7 +331,7 @@ class Worker(SimMember):
         life = session.other(self).life
         if session.ends[0] is self:
             self._forget(life)
-            self.after(0.02, lambda: self._anew(life))
+            self.after(0.02, lambda: self._restart(life))
             for key, giving in self.giving.items():
                 if giving["life"] == life:
                     self.after(0.02, lambda key=key: self._give(key))

@@ -53,7 +53,7 @@ def coordinator(
     Example:  syncline coordinator --job job.json -w 2 -s 1
     """
     if job.exists():
-        raise typer.Exit(_take_up(job))
+        raise typer.Exit(_resume(job))
     launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
     if "least_workers" in launch:
         launch["workers"] = launch["workers"] or launch["least_workers"]  # workers started by hand are not known yet
@@ -70,7 +70,7 @@ def coordinator(
         raise typer.Exit(_coordinate(job, file, sock, resumes=False))
 
 
-def _take_up(job: pathlib.Path) -> int:
+def _resume(job: pathlib.Path) -> int:
     """Resumes the job of this file with a new coordinator; the journal decides whether it can."""
     file = jobfile.read(job)
     config = configuration.resolve(file.given)

@@ -362,8 +362,8 @@ class Reconfiguration:
         kept = [s for s in stay.values() if not s.left and s.name not in self.fenced and s.name not in self.entering]
         # All servers that knew their standings are gone: their next commits start a new count.
         known = {(s.name, s.incarnation) for s in [*kept, *entering]}
-        anew = [Standing(n, i, phase=-1) for n, i in self.staying.items() if (n, i) not in known]
-        return kept + entering + anew
+        unknown = [Standing(n, i, phase=-1) for n, i in self.staying.items() if (n, i) not in known]
+        return kept + entering + unknown
 
     def _placed(self, known: Standing | None, name: str, incarnation: int) -> Standing:
         """The standing of an entering worker: its next commit is in the round after all open ones.

@@ -161,15 +161,15 @@ class Loading:
         self._one_at_a_time = threading.Lock()
         self._taken: dict[int, tuple[HostedSlice, str]] = {}  # slice -> the digest it was loaded from
 
-    def take_up(self, request: Request, message: Resume, commits: Commits) -> None:
+    def resume(self, request: Request, message: Resume, commits: Commits) -> None:
         def action() -> None:
             with self._one_at_a_time:
-                self._take_up(message, commits)
+                self._resume(message, commits)
             request.reply(Done())
 
         in_thread("take up", request, action)
 
-    def _take_up(self, message: Resume, commits: Commits) -> None:
+    def _resume(self, message: Resume, commits: Commits) -> None:
         folder = open_folder(message.folder)
         manifest, _ = read_manifest(folder, message.digest)
         restoring = Restoring(manifest)

@@ -280,7 +280,7 @@ class Server:
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
             **saving_handlers(self._cut, self._saving),
-            Resume: lambda request, message: self._loading.take_up(request, message, self.commits),
+            Resume: lambda request, message: self._loading.resume(request, message, self.commits),
         }
 
     def _leave(self, request: Request, message: Leave) -> None:
