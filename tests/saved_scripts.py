@@ -48,6 +48,6 @@ def finish(folder: pathlib.Path, *scripts: SavedScript) -> str:
 def takes_up(job: Job, folder: pathlib.Path, digest: str) -> None:
     """As if this worker's job had begun with that checkpoint."""
     taken_up: Any = job.checkpoints.resume
-    taken_up._ask = lambda message: GivenResume(str(folder), digest)
-    taken_up._is_known = taken_up.is_over = False
+    taken_up.ask = lambda message: GivenResume(str(folder), digest)
+    taken_up.is_known = taken_up.is_over = False
     taken_up.begin(job.state)

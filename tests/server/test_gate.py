@@ -86,7 +86,7 @@ def test_what_has_begun_is_waited_for(make_house: MakeHouse) -> None:
     gate = house.tell("server-0", CloseSnapshotBarrier(1))
     assert not gate.arrives(0.05)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    house.servers["server-0"].drain(slot)
     answer = gate.wait(WAIT)
     assert isinstance(answer, SnapshotBarrierClosed) and [clock for *_, clock in answer.clocks] == [1]
     call.wait(WAIT)
@@ -104,7 +104,7 @@ def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: M
 def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    house.servers["server-0"].snapshot_gate().gate_seconds = 0.05
     closed(house, "server-0")
     house.workers["worker-0"].commit("server-0", 1, x()).wait(WAIT)
     assert any("opens by itself" in line for line in house.lines)
@@ -115,7 +115,7 @@ def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: Mak
 def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"]._cut()._gate_seconds = 0.05
+    house.servers["server-0"].snapshot_gate().gate_seconds = 0.05
     slot = house.slot("server-0", 0)
     slot.pin()
     worker = house.workers["worker-0"]
@@ -123,7 +123,7 @@ def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
     with pytest.raises(ProtocolError, match="open again"):
         closed(house, "server-0")
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    house.servers["server-0"].drain(slot)
     calls.append(worker.commit("server-0", 2, x()))
     for call in calls:
         call.wait(WAIT)

@@ -98,7 +98,7 @@ def test_while_it_prepares_whole_rounds_are_finished_first(make_house: MakeHouse
     prepared = house.tell("server-0", change.prepare())
     assert not prepared.arrives(0.1) and not call.arrives(0.0)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    house.servers["server-0"].drain(slot)
     answer = prepared.wait(WAIT)
     assert [(s.name, s.clock) for s in answer.standings] == [("worker-0", 1)]
     call.wait(WAIT)
@@ -269,7 +269,7 @@ def test_a_commit_said_again_while_it_is_being_applied_is_answered_when_it_is(
     again = [worker.commit("server-0", 1, x(1)), worker.commit("server-0", 1, x(1))]
     assert not again[0].arrives(0.1) and not again[1].arrives(0.0)
     slot.unpin()
-    house.servers["server-0"]._drain(slot)
+    house.servers["server-0"].drain(slot)
     assert all(isinstance(call.wait(WAIT), Committed) for call in again) and set(by_slice(house).values()) == {-1.0}
 
 
@@ -325,19 +325,9 @@ def test_with_backups_no_clocks_go_with_answers(make_house: MakeHouse) -> None:
 
 def sizes(server: Any) -> dict[str, int]:
     """Everything of a server that could grow with its workers."""
-    commits, flow = server.commits, server.commits.flow
-    found = {
-        "standings": len(commits.rounds.standings), "open": len(commits.rounds._open), "staged": len(commits._staged),
-        "parked": len(flow._parked), "under way": len(flow._under_way), "clipping": len(flow.clipping.works()),
-        "busy": len(flow._busy), "arenas": len(server._staging._arenas), "buffers": len(server._staging._buffers),
-        "tensors": len(server._staging._tensors), "going": len(flow.going),
-        "endpoints": len(server._endpoints), "clocks told": len(flow._clocks),
-    }  # fmt: skip
-    for number, slot in server._hosting.slices.items():
-        found[f"slice {number}"] = len(slot.state.clocks) + len(slot.state.fences) + len(slot.state.seen)
-        found[f"pieces {number}"] = len(slot.rules._splits)
-        found[f"queue {number}"] = len(slot.queue)
-    return found
+    held: dict[str, int] = server.debug_state().held
+    assert {"standings", "staged", "under way", "arenas", "endpoints", "workers of slice 0"} <= held.keys()
+    return held
 
 
 @pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.proof)])

@@ -44,9 +44,11 @@ def begin(job: Job) -> Counter:
 
 def wait_for_note(jobs: Any, name: str, counter: Counter, job: Job) -> None:
     """Until the coordinator has the newest state: a note is taken at a boundary, so there is one after it."""
-    notes, until = jobs._process.coordinator.resume._notes, time.monotonic() + PATIENCE
-    while f'"count",{counter.count - 1}'.encode() not in (notes[name].tree if name in notes else b""):
-        assert time.monotonic() < until, notes.get(name)
+    until = time.monotonic() + PATIENCE
+    while f'"count",{counter.count - 1}'.encode() not in (
+        note := jobs.coordinator.debug_state().script_notes.get(name, b"")
+    ):
+        assert time.monotonic() < until, note
         time.sleep(0.01)
         push(job, counter, 1)
 

@@ -68,7 +68,7 @@ class Liveness:
         self._most = most_seconds
         self._suspect = suspect_seconds
         self._asleep = asleep_seconds
-        self._members: dict[str, _Watched] = {}
+        self.members: dict[str, _Watched] = {}
         self._checked: float | None = None
         self._woken = False  # since the last question
         self._late = False  # between the last two questions
@@ -81,22 +81,22 @@ class Liveness:
         until it is heard of, a connection that closes does not shorten its one whole deadline.
         """
         self._wake(now)
-        before = self._members.get(name)
+        before = self.members.get(name)
         member = _Watched(since=now, phase=now)
         if full:
             if before is not None:
                 member.samples, member.heard = before.samples, before.heard
             member.not_before = now + self._allowed(member)
-        self._members[name] = member
+        self.members[name] = member
 
     def forget(self, name: str) -> None:
         """It has left, or its death has been dealt with. Nothing stays behind."""
-        self._members.pop(name, None)
+        self.members.pop(name, None)
 
     def heard(self, name: str, now: float) -> None:
         """Any sign of life. It clears a suspicion; of a process that has ended it is only a late message."""
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is None or member.gone is not None:
             return
         member.longest = max(member.longest, now - member.since)
@@ -111,25 +111,25 @@ class Liveness:
     def suspect(self, name: str, now: float, reason: str) -> None:
         """Its connection closed: it has `suspect_seconds` to come back. A second one that closes gives it no more."""
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is not None and member.suspected is None and member.gone is None:
             member.suspected, member.reason = now, reason
 
     def gone(self, name: str, now: float, reason: str) -> None:
         """Somebody knows that its process has ended: dead at once, and for good."""
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is not None and member.gone is None:
             member.gone, member.reason = now, reason
 
     def last_heard(self, name: str) -> float | None:
         """When, by the clock; None: never, or not watched."""
-        member = self._members.get(name)
+        member = self.members.get(name)
         return None if member is None else member.heard
 
     def deadline(self, name: str) -> float:
         """When it counts as dead, if nothing happens until then."""
-        member = self._members[name]
+        member = self.members[name]
         if member.gone is not None:
             return member.gone
         if member.suspected is None:
@@ -144,16 +144,16 @@ class Liveness:
         self._checked = max(self._checked, now)
         return [
             (name, self._reason(member, now))
-            for name, member in self._members.items()
+            for name, member in self.members.items()
             if member.gone is not None or now >= self.deadline(name)
         ]
 
     def next_deadline(self) -> float | None:
         """When to ask `dead` again, at the latest: not only when a member is due. None: nobody is watched."""
-        if not self._members:
+        if not self.members:
             return None
         assert self._checked is not None
-        return min(self._checked + self._asleep / 2, *(self.deadline(name) for name in self._members))
+        return min(self._checked + self._asleep / 2, *(self.deadline(name) for name in self.members))
 
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
@@ -183,7 +183,7 @@ class Liveness:
             self._patient_until = now + self._least
         # Late every time is no sleep but too much work. A part of it counts, or nobody would ever be found dead.
         counted = self._asleep if self._late and jump > 0 else 0.0
-        for member in self._members.values():
+        for member in self.members.values():
             member.shift(jump - counted, now)
         self._checked, self._woken = now, True
 

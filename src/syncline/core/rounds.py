@@ -192,7 +192,7 @@ class Rounds(Generic[T]):
         self._forgotten: dict[str, int] = {}  # workers without a standing, and their last incarnations
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._era = 0  # its first phase
-        self._closed = (-ERA, 0)  # with spare workers: the last round that was closed
+        self.closed = (-ERA, 0)  # with spare workers: the last round that was closed
         self.rolls = RoundMemberships()  # likewise, who is in the last ones
         self._following: dict[
             tuple[int, int], RoundMembership
@@ -242,9 +242,9 @@ class Rounds(Generic[T]):
         commit = Commit(worker, incarnation, clock, item)
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
-        if self.policy.spare and standing.turn() <= self._closed:
-            self.rolls.was_late(self._closed, commit[:3])
-            return self._is_late(standing, commit, self._closed)
+        if self.policy.spare and standing.turn() <= self.closed:
+            self.rolls.was_late(self.closed, commit[:3])
+            return self._is_late(standing, commit, self.closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
@@ -258,7 +258,7 @@ class Rounds(Generic[T]):
     def learn(self, roll: RoundMembership) -> None:
         """A round was closed elsewhere."""
         self.rolls.learn(roll)
-        self._closed = max(self._closed, roll.turn)
+        self.closed = max(self.closed, roll.turn)
 
     def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
         """With spare workers and several servers: what a worker is to tell the others of its commit, if anything."""
@@ -266,7 +266,7 @@ class Rounds(Generic[T]):
             return None
         # What came with a worker's copy of a slice, and of whose round nobody is left that knows, is void elsewhere.
         known = self.rolls.find(worker, incarnation, clock)
-        return known or RoundMembership(*self._closed, [], [(worker, incarnation, clock)])
+        return known or RoundMembership(*self.closed, [], [(worker, incarnation, clock)])
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
         """Whether this commit counts, or was late, by what is known here."""
@@ -477,7 +477,7 @@ class Rounds(Generic[T]):
 
     def _newest_in_era(self) -> RoundMembership | None:
         """Who has passed a barrier was answered by all servers before."""
-        return self.rolls.newest if self._closed[0] >= self._era else None
+        return self.rolls.newest if self.closed[0] >= self._era else None
 
     def _not_through(self) -> list[str]:
         """With spare workers: for whom no round may be closed, since the last one may not be on all slices yet."""

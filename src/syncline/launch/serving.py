@@ -140,7 +140,15 @@ class Serving:
         seconds = self._config.start_seconds
         try:
             join(
-                self._link, "server", self._name, host, self._address, {}, seconds, self._is_in, process=self._process
+                self._link,
+                "server",
+                self._name,
+                host,
+                self._address,
+                {},
+                seconds,
+                self.hear_joined,
+                process=self._process,
             )
         except SynclineError as error:
             self._ends(End(1, error=error))
@@ -150,7 +158,7 @@ class Serving:
         """Whether it is a member by now."""
         return self._joined is not None
 
-    def _is_in(self, joined: Joined) -> None:
+    def hear_joined(self, joined: Joined) -> None:
         """Before anything else is heard from the coordinator; a question asked again is answered again."""
         if self._joined is not None:
             return

@@ -99,7 +99,7 @@ class SnapshotSlice:
         self.clocks = tuple(slot.state.clock_entries())
         self.num_bytes = 0  # with its rules' state, as soon as that is known
         self._entries: list[StateEntry] | None = None
-        self._kept: Bytes | None = None  # a copy: its bytes, then those of its rules' state
+        self.kept: Bytes | None = None  # a copy: its bytes, then those of its rules' state
         self.is_taken = False  # copied, or written: whoever changes the slice from now on may
 
     @property
@@ -153,7 +153,7 @@ class SnapshotSlice:
     def let_go(self) -> None:
         """Under the slice's lock: it is not wanted any more."""
         self.unhook()
-        self._kept = None
+        self.kept = None
 
     def unhook(self) -> None:
         """Under the slice's lock: whoever changes it need not ask here, but maybe for a later save."""
@@ -182,7 +182,7 @@ class SnapshotSlice:
         for _, tensor in self._live():
             into[at : at + tensor.numel()].copy_(tensor)
             at += tensor.numel()
-        self._kept = memory
+        self.kept = memory
         return True
 
     def take(self, writer: Writer) -> None:
@@ -197,7 +197,7 @@ class SnapshotSlice:
 
     def write(self, writer: Writer) -> None:
         """What was copied; its memory is free after that. Nothing: who changed it has written it."""
-        kept, self._kept = self._kept, None
+        kept, self.kept = self.kept, None
         if kept is None:
             return
         sizes = [(self.name, self.slot.part.num_bytes), *((self._name_of(e), e.num_bytes) for e in self.entries())]

@@ -78,8 +78,8 @@ class Hosting:
         self.slices: dict[int, HostedSlice] = {}  # of which this server is the primary
         self._arriving: dict[int, HostedSlice] = {}  # it is to be, from the next generation on
         self.blocks = Blocks(create_memory, home, log)
-        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
-        self._replica_sets: dict[int, ReplicaSet] = {}
+        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self.check_sender)
+        self.replica_sets: dict[int, ReplicaSet] = {}
         self._primaries: dict[int, str] = {}  # by slice: the life of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
@@ -167,11 +167,11 @@ class Hosting:
         """Who there is, and where slices are, as the coordinator says."""
         self._members = {member.name: member for member in members}
         for replica_set in replica_sets:
-            if replica_set.slice not in self._replica_sets:  # those of a generation count when it is installed
+            if replica_set.slice not in self.replica_sets:  # those of a generation count when it is installed
                 self._sit(replica_set)
 
     def _sit(self, replica_set: ReplicaSet) -> None:
-        self._replica_sets[replica_set.slice], self._primaries[replica_set.slice] = (
+        self.replica_sets[replica_set.slice], self._primaries[replica_set.slice] = (
             replica_set,
             self._life_of(replica_set.primary),
         )
@@ -180,7 +180,7 @@ class Hosting:
         member = self._members.get(server)
         return life_of(server, member.incarnation) if member is not None else ""
 
-    def _check_sender(self, peer: Peer, number: int) -> None:
+    def check_sender(self, peer: Peer, number: int) -> None:
         """Only a slice's primary may say what happens to it; also one that has not heard yet that it is ours now."""
         if (peer.name, peer.incarnation) in self._out:
             raise FencedError(f"{peer}, incarnation {peer.incarnation}, is out")
@@ -188,7 +188,7 @@ class Hosting:
             raise FencedError(f"slice {number} is hosted again by {self.name}")
         if self.backups.was_of(number, peer.name):
             return
-        replica_set, member = self._replica_sets.get(number), self._members.get(peer.name)
+        replica_set, member = self.replica_sets.get(number), self._members.get(peer.name)
         if replica_set is not None and replica_set.primary != peer.name:
             raise FencedError(f"{peer} is not the primary of slice {number}; {replica_set.primary or 'nobody'} is")
         if number in self.slices:
@@ -225,12 +225,12 @@ class Hosting:
 
     def deputies_by(self, config: JobConfig) -> HostLeaders | None:
         """In a ring: through whom sums go, by the replica sets as they are."""
-        return host_leaders_of(config, dict(self._replica_sets), list(self._members.values()))
+        return host_leaders_of(config, dict(self.replica_sets), list(self._members.values()))
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
         """In a ring: the slices that are spread by the replica sets as they are."""
         hosts = {member.name: member.host for member in self._members.values()}
-        return spread.of(self._parts.values(), self._replica_sets, hosts)
+        return spread.of(self._parts.values(), self.replica_sets, hosts)
 
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The ways to these servers, but for this one."""
@@ -276,7 +276,7 @@ class Hosting:
 
     def has_all(self) -> bool:
         """Whether every slice is here that the replica sets say is."""
-        mine = [number for number, replica_set in dict(self._replica_sets).items() if self.name in replica_set.names]
+        mine = [number for number, replica_set in dict(self.replica_sets).items() if self.name in replica_set.names]
         return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
 
     def leaving(self, replica_sets: Iterable[ReplicaSet]) -> list[int]:
@@ -291,7 +291,7 @@ class Hosting:
         """A generation begins. Nothing is on its way through slices that change. Ways that lead nowhere any more."""
         self.hear(members, ())
         for replica_set in replica_sets:
-            before = self._replica_sets.get(replica_set.slice)
+            before = self.replica_sets.get(replica_set.slice)
             self._sit(replica_set)
             if replica_set.primary == self.name:
                 self._become_primary(replica_set, before)

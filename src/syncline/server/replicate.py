@@ -255,9 +255,9 @@ class Replica:
             return
         if faults.armed is not None:
             faults.reach("replicate.sent")
-        call.when_done(functools.partial(self._answered, parcel, call))
+        call.when_done(functools.partial(self.answered, parcel, call))
 
-    def _answered(self, parcel: Parcel, call: Call) -> None:
+    def answered(self, parcel: Parcel, call: Call) -> None:
         """In the thread that brings it."""
         slot = parcel.slot
         try:

@@ -74,6 +74,11 @@ class Outgoing:
 
     # -- pulls --------------------------------------------------------------------------------------------
 
+    @property
+    def num_accounts(self) -> int:
+        """Connections that something is owed to."""
+        return len(self._accounts)
+
     def pull(self, endpoint: Endpoint, num_bytes: int, go: Callable[[], None]) -> None:
         """Has `go` copy and send so much, now or when it is its turn; `pulled` must follow."""
         with self._lock:

@@ -241,6 +241,11 @@ class SliceRules:
             known = self._splits[id(flat)] = (flat, self._split(flat))
         return known[1]
 
+    @property
+    def num_views(self) -> int:
+        """Staged tensors whose pieces are known."""
+        return len(self._splits)
+
     def forget_staged(self) -> None:
         """Some of the memory that gradients lay in is gone."""
         self._splits.clear()

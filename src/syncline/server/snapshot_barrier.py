@@ -35,7 +35,7 @@ class SnapshotGate:
         """`mark` is called under `state_lock`, while nothing is on its way through the slices."""
         self._name, self._commits, self._mark, self._log = name, commits, mark, log
         self._flow, self._holding, self._state_lock = commits.flow, commits.holding, commits.state_lock
-        self._gate_seconds = gate_seconds
+        self.gate_seconds = gate_seconds
         self._told: SnapshotBarrier | None = (
             None  # whose clocks were told: nothing has changed since, while it is closed
         )
@@ -54,7 +54,7 @@ class SnapshotGate:
 
     def _close(self, request: Request, message: CloseSnapshotBarrier) -> None:
         gate = gate_of(message.number, message.turn, message.through)
-        until = time.monotonic() + self._gate_seconds
+        until = time.monotonic() + self.gate_seconds
         with self._state_lock:
             self._check_newer(gate)
             if not self._commits.hosts_any:
@@ -123,7 +123,7 @@ class SnapshotGate:
             if is_late:
                 self._holding.open()
         if is_late:
-            self._log(f"the gate of save {gate.number} was closed for {self._gate_seconds:g} s and opens by itself")
+            self._log(f"the gate of save {gate.number} was closed for {self.gate_seconds:g} s and opens by itself")
         self._holding.decide()
 
     # -- opening ------------------------------------------------------------------------------------------

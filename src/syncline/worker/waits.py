@@ -96,7 +96,7 @@ class Waits:
     ) -> None:  # fmt: skip
         """`ask` asks the coordinator, `ask_servers` the servers: in words, why."""
         self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
-        self._now: CurrentWait | None = None
+        self.now: CurrentWait | None = None  #: what the script waits for
 
     @contextlib.contextmanager
     def of(
@@ -104,16 +104,16 @@ class Waits:
         loud_seconds: float = 0.0, why: Callable[[], str] | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """While this lasts, the script waits for that; `why`: it knows why, in words."""
-        before = self._now
-        self._now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
+        before = self.now
+        self.now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
             yield
         finally:
-            self._now = before
+            self.now = before
 
     def told(self) -> list[Wait]:
         """For a beat: what of it only this worker knows, that servers do not answer."""
-        now = self._now
+        now = self.now
         if now is None or now.what not in ("step", "pull"):
             return []
         seconds = time.monotonic() - now.began
@@ -122,14 +122,14 @@ class Waits:
 
     def look(self) -> None:
         """Called now and then by a thread that has the time: says why, when it is time to."""
-        now, moment = self._now, time.monotonic()
+        now, moment = self.now, time.monotonic()
         if now is None or moment - now.began < max(LOUD_SECONDS, now.loud_seconds):
             return
         if now.asked is not None and moment - now.asked < AGAIN_SECONDS:
             return
         now.asked = moment
         reason = self._why(now)
-        if self._now is now:  # it may be over by now
+        if self.now is now:  # it may be over by now
             self._say(reason)
 
     def _why(self, now: CurrentWait) -> str:

@@ -69,7 +69,7 @@ class Leasing:
         self.speeds: dict[str, float] = {}  # samples in a second of work
         self._widths: dict[tuple[str, int], dict[str, int]] = {}  # parts of a global batch, as last dealt out
         self._first_dealt: dict[tuple[str, int], frozenset[Identity]] = {}  # who was there when an epoch began
-        self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
+        self.recalled: dict[Identity, set[tuple[str, int]]] = {}  # asked to give back, and not answered yet
         #: Have nothing to give back until they get more; up to which lease that is known.
         self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
@@ -369,17 +369,17 @@ class Leasing:
         return self._recall(sorted(holders), name, number)
 
     def _recall(self, owners: Iterable[Identity], name: str, number: int) -> tuple[Identity, ...]:
-        fresh = [one for one in owners if (name, number) not in self._recalled.get(one, set())]
+        fresh = [one for one in owners if (name, number) not in self.recalled.get(one, set())]
         for one in fresh:
-            self._recalled.setdefault(one, set()).add((name, number))
+            self.recalled.setdefault(one, set()).add((name, number))
         return tuple(fresh)
 
     def not_recalled(self, owner: Identity, name: str, number: int) -> None:
         """It could not be asked to give back, or its answer got lost: it is asked again when somebody needs it."""
-        self._recalled.get(owner, set()).discard((name, number))
+        self.recalled.get(owner, set()).discard((name, number))
 
     def _is_recalling(self, name: str, number: int) -> bool:
-        return any((name, number) in asked for asked in self._recalled.values())
+        return any((name, number) in asked for asked in self.recalled.values())
 
     def gave_back(
         self,
@@ -392,7 +392,7 @@ class Leasing:
         """A worker reads none of these leases from these places on: samples that are to do again by it.
 
         `newest`: the last lease it knew of; what is on its way to it is not given back."""
-        self._recalled.get(owner, set()).discard((name, number))
+        self.recalled.get(owner, set()).discard((name, number))
         epoch = self.epoch(name, number)
         if epoch is None:
             return 0
@@ -465,7 +465,7 @@ class Leasing:
 
     def out(self, owner: Identity, *, failed: bool) -> int:
         """A life of a worker is over, and all that counts of it is known: what it had is to do again."""
-        self._recalled.pop(owner, None)
+        self.recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
         self._absent = {one for one in self._absent if one[0] != owner}
         self._quarantined.discard(owner)
