@@ -496,9 +496,7 @@ def test_few_tests_look_at_private_state():
         if reaches := list(reaches_inside(parsed(path), ours)):
             found[path.relative_to(ROOT / "tests").as_posix()] = reaches
     assert {name: reaches for name, reaches in found.items() if name not in LOOKS_INSIDE} == {}
-    assert sorted(LOOKS_INSIDE.keys() - found.keys()) == [], (
-        "take these off the list: they do not look inside"
-    )
+    assert sorted(LOOKS_INSIDE.keys() - found.keys()) == [], "take these off the list: they do not look inside"
     assert len(LOOKS_INSIDE) <= 20 and all(LOOKS_INSIDE.values())
 
 
