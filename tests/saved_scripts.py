@@ -48,6 +48,6 @@ def finish(folder: pathlib.Path, *scripts: SavedScript) -> str:
 def resumes(job: Job, folder: pathlib.Path, digest: str) -> None:
     """As if this worker's job had begun with that checkpoint."""
     resumed_from: Any = job.checkpoints.resume
-    resumed_from._ask = lambda message: GivenResume(str(folder), digest)
-    resumed_from._is_known = resumed_from.is_over = False
+    resumed_from.ask = lambda message: GivenResume(str(folder), digest)
+    resumed_from.is_known = resumed_from.is_over = False
     resumed_from.begin(job.state)

@@ -397,3 +397,134 @@ def test_no_two_classes_have_the_same_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(relative(path))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+#: Test files that look at private state of the package, each with the reason. Everything else goes through the public
+#: face, `syncline.testing` and `debug_state()`.
+LOOKS_INSIDE = {
+    "coordinator/test_late_registrations.py": "plays a later coordinator, which has not read the manifest yet",
+    "launch/played.py": "sends the launcher a signal without one: signals reach the main thread only",
+    "launch/test_launcher.py": "waits for states of the launcher between two of its lines, and plays signals",
+    "launch/test_ringing.py": "plays the server of a ring worker's process in a double",
+    "launch/test_standby.py": "the process that stands by has no other name before it is used",
+    "net/test_rpc.py": "the gap between two steps of a race, and the end of 32-bit numbers",
+    "server/rings.py": "whether sums go by host leaders, which no result shows",
+    "server/test_circle.py": "stops a process group in the middle of a sum",
+    "server/test_relay.py": "which way sums go, and that shared memory is let go of",
+    "server/test_relay_messages.py": "messages out of order, against the tables of a reducer",
+    "server/test_ring.py": "holds up the vote of one server",
+    "server/test_ring_changes.py": "holds up one server in the middle of a reconfiguration",
+    "store/test_journal.py": "SQLite's own settings, locks and a term that goes back",
+    "store/test_journal_faults.py": "makes SQLite's connection fail as a disk does",
+    "torch/test_early_sums.py": "an overflow of one worker, which only GradScaler brings about",
+    "torch/test_script_state.py": "an epoch that is finished before its loop begins",
+    "worker/test_copies.py": "drops a push that is under way, as no call does",
+}
+
+
+#: Names that torch has given: modules keep their parameters there, and GradScaler asks optimizers for the other.
+NAMES_OF_TORCH = {"_parameters", "_step_supports_amp_scaling"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_members(tree: ast.AST) -> set[str]:
+    """Private attributes and methods of the classes in a file."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(inner.name)
+                elif isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                    found |= {inner.attr} if inner.value.id in ("self", "cls") else set()
+            found |= {name for statement in node.body for name in targets_of(statement)}
+    return {name for name in found if is_private(name)}
+
+
+def targets_of(statement: ast.stmt) -> set[str]:
+    """Names that a statement gives a value to."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return set()
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def private_globals(tree: ast.Module) -> set[str]:
+    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {name for name in named.union(*map(targets_of, tree.body)) if is_private(name)}
+
+
+def reaches_inside(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Where a test uses a private name of the package: as an attribute, by an import, or patched as a string.
+
+    What the file's own classes call the same is theirs; so are `self._x` and `super()._x` of a subclass, and what
+    other packages keep in a module.
+    """
+    foreign, origins = ours - private_members(tree), foreign_names(tree)
+
+    def is_elsewhere(node: ast.AST) -> bool:
+        origin = origins.get(node.id, "syncline") if isinstance(node, ast.Name) else "syncline"
+        return origin.partition(".")[0] not in ("syncline", "tests")
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in foreign:
+            base = node.value.func if isinstance(node.value, ast.Call) else node.value
+            is_own = isinstance(base, ast.Name) and base.id in ("self", "cls", "super")
+            if not is_own and not is_elsewhere(base):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "syncline":
+            for alias in node.names:
+                if is_private(alias.name):
+                    yield node.lineno, f"from {node.module} import {alias.name}"
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("setattr", "delattr", "getattr", "pop") and not (node.args and is_elsewhere(node.args[0])):
+                for given in node.args[:2]:
+                    name = str(getattr(given, "value", "")).rpartition(".")[2]
+                    if is_private(name) and name in ours:
+                        yield node.lineno, f"{called}({name!r})"
+
+
+def test_few_tests_look_at_private_state():
+    """A test that is bound to the inside breaks with every change of it, right or wrong."""
+    trees = [parsed(path) for path in SOURCES]
+    ours = set().union(*map(private_members, trees), *map(private_globals, trees))
+    found, ours = {}, ours - NAMES_OF_TORCH
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if reaches := list(reaches_inside(parsed(path), ours)):
+            found[path.relative_to(ROOT / "tests").as_posix()] = reaches
+    assert {name: reaches for name, reaches in found.items() if name not in LOOKS_INSIDE} == {}
+    assert sorted(LOOKS_INSIDE.keys() - found.keys()) == [], "take these off the list: they do not look inside"
+    assert len(LOOKS_INSIDE) <= 20 and all(LOOKS_INSIDE.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job._hidden",
+        "job.part._hidden = 1",
+        "from syncline.a import _anything",
+        "monkeypatch.setattr(job, '_hidden', 1)",
+        "monkeypatch.setattr('syncline.a._hidden', 1)",
+        "class Own:\n    def go(self): return self.job._hidden",
+    ],
+)
+def test_the_search_for_private_state_sees(text):
+    assert list(reaches_inside(ast.parse(text), {"_hidden"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sys._getframe()",
+        "from elsewhere import part\npart._hidden",
+        "import elsewhere\nmonkeypatch.setattr(elsewhere, '_hidden', 1)",
+        "self._hidden",
+        "name.strip('_hidden')",
+        "class Own:\n    def _hidden(self): pass\nOwn()._hidden()",
+    ],
+)
+def test_the_search_for_private_state_leaves(text):
+    assert not list(reaches_inside(ast.parse(text), {"_hidden"}))

@@ -30,7 +30,7 @@ def test_the_job_has_its_faces() -> None:
         assert (job.rank, job.world_size, job.local_rank, job.name, job.generation) == (0, 1, 0, "worker-0", 1)
         assert job.step == 0 and job.is_chief and job.config.policy == "sync" and str(job.device) == "cpu"
         job.barrier("alone")
-        assert job.stats().name == "worker-0"
+        assert job.stats().name == job.debug_state().name == "worker-0"
         assert hasattr(Job, "__enter__") and hasattr(Job, "close")
 
 

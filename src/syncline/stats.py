@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -212,6 +213,66 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
         words += [f"gradients counted {self.damping_mean:.2f} in the mean"] if self.damping_mean < 1 else []
         words += [f"{self.num_late} commits were late, and counted for nothing"] if self.num_late else []
         return "; ".join(words)
+
+
+class WorkerDebugState(msgspec.Struct, frozen=True, kw_only=True):
+    """What `job.debug_state()` returns: this worker at one moment, for tests and bug reports.
+
+    Another thread may be in the middle of a change: each field is right, two of them may be of different moments.
+    """
+
+    name: str
+    incarnation: int
+    generation: int
+    step: int
+    clock: int  #: of the last commit
+    open_clocks: tuple[int, ...]  #: commits that no server has acknowledged in full
+    num_early_slices: int  #: of the next commit, that are on their way already
+    servers: tuple[str, ...]  #: that it has a connection to
+    primaries: dict[int, str]  #: slice -> the server that its gradients go to
+    has_leased: bool  #: whether samples were read that are in no commit yet
+    is_paused: bool  #: by the coordinator
+    waits_for: str  #: what the script's thread waits for; "" while it computes
+    save_number: int  #: of the save that is expected; 0: none
+    num_save_notes: int  #: states of the script that are kept for a save
+    save_patience_seconds: float  #: steps may still wait so long for the save, while it keeps too much
+    is_boundary_watched: bool  #: whether the next boundary between two steps is noted for a save
+    notices: tuple[str, ...]  #: what this worker has told its user, each text once
+    threads: tuple[str, ...]  #: of this process, by name
+
+
+class ServerDebugState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server's `debug_state()` returns: the server at one moment, for tests and bug reports."""
+
+    name: str
+    generation: int  #: that is installed; 0: it is not part of a whole job yet
+    versions: dict[int, int]  #: slices that it is the primary of -> updates that they have had
+    backups: tuple[int, ...]  #: slices that it is a backup of
+    clocks: dict[str, int]  #: worker -> its last commit
+    held: dict[str, int]  #: how many it has of everything that workers bring and that must go with them
+    arena_bytes: int  #: of workers, that it has mapped
+    buffer_bytes: int  #: of its own, for gradients that come over sockets
+    threads: tuple[str, ...]  #: of this process, by name
+
+
+class CoordinatorDebugState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator's `debug_state()` returns: the job at one moment, for tests and bug reports."""
+
+    generation: int
+    term: int
+    members: tuple[str, ...]
+    pending_joins: tuple[str, ...]  #: members that wait for an answer
+    num_defaults: int  #: settings of scripts that are kept until the job is formed
+    lease_requests: tuple[str, ...]  #: workers that wait for samples
+    num_unsaved_uses: int  #: spans of samples that are used and not in the journal yet
+    script_notes: dict[str, bytes]  #: worker -> the state of its script that it told last
+    save: str  #: why the save that is under way was asked for; "": there is none
+    next_save: str  #: likewise of the one behind it
+    threads: tuple[str, ...]  #: of this process, by name
+
+
+def thread_names() -> tuple[str, ...]:
+    return tuple(sorted(thread.name for thread in threading.enumerate()))
 
 
 def apply_seconds(servers: Sequence[ServerStats]) -> float:

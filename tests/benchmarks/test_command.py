@@ -61,7 +61,7 @@ def check_samples(samples: Samples, count: int) -> None:
 def looking(monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, float, float] | None) -> float | None:
     """The share that comes of these (busy, all, our own) CPU seconds, one look after the other."""
     rest = iter(looks)
-    monkeypatch.setattr(machine, "_look", lambda: next(rest))
+    monkeypatch.setattr(machine, "look", lambda: next(rest))
     return machine.Others().share()
 
 

@@ -27,7 +27,7 @@ NAMES = [check.name for check in doctor.CHECKS]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(connections, "_SECONDS", PATIENCE)
+    monkeypatch.setattr(connections, "STEP_SECONDS", PATIENCE)
     return tmp_path
 
 
@@ -176,10 +176,10 @@ def test_fashion_mnist_is_found_by_its_files_and_only_if_all_are_there(
 ) -> None:
     from syncline.data import datasets
 
-    monkeypatch.setattr(datasets, "_SYSTEM_FOLDER", elsewhere / "nowhere")
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", elsewhere / "nowhere")
     monkeypatch.setenv("SYNCLINE_DATA", str(elsewhere))
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
-    names = list(datasets._SHA256)
+    names = list(datasets.SHA256)
     for name in names[:-1]:
         (elsewhere / f"{name}.gz").touch()
     finding = checks.fashion_mnist()
@@ -196,13 +196,13 @@ def test_no_shared_memory_is_a_warning_since_jobs_fall_back(monkeypatch: pytest.
 
 
 def test_no_unix_socket_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_unix_pair", no_space)
+    monkeypatch.setattr(connections, "unix_pair", no_space)
     finding = connections.shared_memory()
     assert finding == Finding("problem", "no abstract Unix socket: Cannot allocate memory", "use --transport tcp")
 
 
 def test_memory_that_is_not_sealed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_seal", lambda fd, is_final: None)
+    monkeypatch.setattr(shm, "seal", lambda fd, is_final: None)
     finding = connections.shared_memory()
     assert finding.level == "problem" and "not sealed" in finding.text and finding.remedy == "use --transport tcp"
 

@@ -35,7 +35,7 @@ def test_what_the_coordinator_was_told_is_in_the_job_file(
     words = "coordinator --job job.json -w 2:4 --bad-pushes 5 --no-check-finite --wait-seconds 30"
     (tmp_path / "syncline.toml").write_text("servers = 2\nstuck_seconds = 7.0\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(roles, "_coordinate", coordinate)
+    monkeypatch.setattr(roles, "coordinate", coordinate)
     monkeypatch.setattr(
         sys, "argv", ["syncline", *words.split(), "--stuck-seconds", "9", "--stop", "a>1", "--stop", "b>2"]
     )
@@ -56,4 +56,4 @@ def test_every_option_is_shown(command: str, capsys: pytest.CaptureFixture[str],
         main()
     shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--no-check-finite", "--bad-pushes", "--wait-seconds", "--workers"} <= shown
-    assert shown <= {*run._flags(), "--job", "--epochs"}
+    assert shown <= {*run.flags(), "--job", "--epochs"}

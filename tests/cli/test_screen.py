@@ -4,7 +4,6 @@ forgets when it began and who reported."""
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pathlib
 import pty
@@ -16,7 +15,7 @@ from typing import TextIO
 import msgspec
 import pytest
 
-from syncline.cli.screen import TerminalScreen
+from syncline.cli.screen import MOST_PLAIN_SECONDS, TerminalScreen
 from syncline.core.wire.control import Report, Standings
 from syncline.stats import EpochProgress
 
@@ -47,9 +46,9 @@ def line_after(seconds: float, samples: dict[str, int], epochs: list[EpochProgre
     """The second line: samples are counted from the first one on."""
     clock = Clock()
     screen = TerminalScreen("async", clock)
-    screen._describe(standings(0.0, dict.fromkeys(samples, 0)))
+    screen.describe(standings(0.0, dict.fromkeys(samples, 0)))
     clock.now += seconds
-    return screen._describe(standings(seconds, samples, epochs))
+    return screen.describe(standings(seconds, samples, epochs))
 
 
 def test_the_line_has_samples_epoch_time_left_and_shares() -> None:
@@ -76,7 +75,7 @@ def test_who_has_left_has_no_share() -> None:
         clock.now = 1000.0 + seconds
         now = standings(seconds, {f"worker-{k}": 100 + int(100 * seconds) for k in range(3)})
         left = {f"worker-{k}": 1 for k in range(there)}
-        shown.append(screen._describe(msgspec.structs.replace(now, incarnations=left)))
+        shown.append(screen.describe(msgspec.structs.replace(now, incarnations=left)))
     assert shown[1].endswith("300 samples/s · worker-0 33 %, worker-1 33 %, worker-2 33 %")
     assert "worker-2" not in shown[2] and shown[3].endswith("200 samples/s · worker-0 50 %, worker-1 50 %")
 
@@ -84,7 +83,7 @@ def test_who_has_left_has_no_share() -> None:
 def test_the_step_is_the_jobs_and_never_goes_back() -> None:
     """A coordinator that comes back hears of it with the servers' next beats."""
     screen = TerminalScreen("async", Clock())
-    lines = [screen._describe(standings(1.0, {"worker-0": 1}, step=step)) for step in (12, 1300, 0)]
+    lines = [screen.describe(standings(1.0, {"worker-0": 1}, step=step)) for step in (12, 1300, 0)]
     assert [line.split(" · ")[2] for line in lines] == ["step 12", "step 1,300", "step 1,300"]
 
 
@@ -103,7 +102,7 @@ def test_a_coordinator_that_comes_back_does_not_set_the_line_back() -> None:
         (14.0, 10.5, {"worker-0": 2300, "worker-1": 150}),
     ):
         clock.now = 1000.0 + now
-        parts = screen._describe(standings(seconds, samples)).split(" · ")
+        parts = screen.describe(standings(seconds, samples)).split(" · ")
         shown.append([part for part in parts if part.endswith((" s", "samples/s"))])
     assert shown == [
         ["5 s"], ["7 s", "200 samples/s"], ["9 s"], ["11 s"], ["13 s"], ["15 s", "300 samples/s"],
@@ -117,40 +116,42 @@ def test_the_line_has_the_newest_readings_and_what_has_stopped_it() -> None:
     )
     assert (
         TerminalScreen("async", Clock())
-        ._describe(found)
+        .describe(found)
         .endswith("step 7 · a 1, b 2, c 3 and 1 more · stopped by --max-steps 7: step 7")
     )
 
 
-def shown(screen: TerminalScreen, now: Standings, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a plain screen prints at once, as it does every ten seconds."""
-    screen._plain_at = -math.inf
+def shown(screen: TerminalScreen, clock: Clock, now: Standings, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a plain screen prints when its last line is long ago."""
+    clock.now += MOST_PLAIN_SECONDS
     screen.progress(now)
     return capsys.readouterr().out
 
 
 def test_no_line_of_progress_after_the_workers_have_left(capsys: pytest.CaptureFixture[str]) -> None:
     """It would be the last one, and half true: `sync, 0 workers · 7 s · step 40`."""
-    screen, now = TerminalScreen("sync", Clock()), standings(7.0, {"worker-0": 1, "worker-1": 1}, step=40)
-    assert "sync, 2 workers · 7 s · step 40" in shown(screen, now, capsys)
+    clock = Clock()
+    screen, now = TerminalScreen("sync", clock), standings(7.0, {"worker-0": 1, "worker-1": 1}, step=40)
+    assert "sync, 2 workers · 7 s · step 40" in shown(screen, clock, now, capsys)
     now = msgspec.structs.replace(now, left=["worker-0"], incarnations={"server-0": 1, "worker-1": 1})
-    assert "sync, 1 worker · 7 s · step 40" in shown(screen, now, capsys)
+    assert "sync, 1 worker · 7 s · step 40" in shown(screen, clock, now, capsys)
     now = msgspec.structs.replace(now, left=["worker-0", "worker-1"], incarnations={"server-0": 1})
-    assert shown(screen, now, capsys) == ""
+    assert shown(screen, clock, now, capsys) == ""
     now = msgspec.structs.replace(now, incarnations={"worker-0": 1}, verdict="worker-0 was wrong", left=[])
-    assert shown(screen, now, capsys) == ""
+    assert shown(screen, clock, now, capsys) == ""
 
 
 def test_where_the_only_worker_starts_again_the_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     now = msgspec.structs.replace(standings(7.0, {}, step=40), incarnations={"server-0": 1})
     expected = "sync, waiting for a worker to start again · 7 s · step 40\n"
-    assert shown(TerminalScreen("sync", Clock()), now, capsys) == expected
+    clock = Clock()
+    assert shown(TerminalScreen("sync", clock), clock, now, capsys) == expected
 
 
 def test_the_policy_is_the_one_that_counts() -> None:
     """A script may say it in `init`; the command line did not."""
     now = msgspec.structs.replace(standings(7.0, {}), policy="bounded:2")
-    assert TerminalScreen("sync", Clock())._describe(now).startswith("bounded:2, 2 workers")
+    assert TerminalScreen("sync", Clock()).describe(now).startswith("bounded:2, 2 workers")
 
 
 def test_the_table_goes_where_all_lines_go(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,8 @@ def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def over_unix_sockets(workers: int, folder: str, **settings: Any) -> Iterator[LocalJob]:
     """A job in this process whose workers reach each other as processes of one host do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded._Twin, "connect", _connect)
-        patch.setattr(embedded._Twin, "create_memory", lambda twin, size: shm.create(size, for_all=True))
+        patch.setattr(embedded.WorkerTwin, "connect", _connect)
+        patch.setattr(embedded.WorkerTwin, "create_memory", lambda twin, size: shm.create(size, for_all=True))
         with local_job(workers=workers, folder=folder, **settings) as made:
             together(made, _meet)
             yield made
@@ -63,8 +63,8 @@ def _meet(me: Job) -> None:
 
 
 def _connect(twin: Any, member: Member) -> Connection:
-    others = twin._process.peers_of(member)
-    one, two = (Peer("worker", who.name, who.incarnation) for who in (twin._me, member))
+    others = twin.process.peers_of(member)
+    one, two = (Peer("worker", who.name, who.incarnation) for who in (twin.me, member))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     others.accept(SocketConnection(PlainStream(theirs), one, "theirs"))
     return SocketConnection(PlainStream(mine), two, "mine")

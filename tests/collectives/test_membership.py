@@ -70,7 +70,7 @@ def test_what_one_that_is_out_may_still_write_into_is_not_used_again(
     monkeypatch.setattr(Rendezvous, "leave_memory", stops)
     with local_job(workers=3, folder=str(tmp_path), wait_seconds=PATIENCE) as job:
         together(job, lambda me: collectives.all_reduce(LARGE))
-        staging = {k: job[k].collectives._calls.memories._kept["staging"][0] for k in (0, 2)}
+        staging = {k: job[k].collectives.calls.memories.by_purpose["staging"][0] for k in (0, 2)}
         stopped.set()
         thread = later(lambda: reached.wait(PATIENCE) and job.kill("worker-1"), [job[0], job[2]])
         threading.Thread(target=lambda: together(job, _fails, ranks=[1]), name="stopped", daemon=True).start()
@@ -78,7 +78,7 @@ def test_what_one_that_is_out_may_still_write_into_is_not_used_again(
         thread.join(PATIENCE)
         wait_until(lambda: job[0].world_size == job[2].world_size == 2)
         together(job, lambda me: collectives.all_reduce(LARGE), ranks=[0, 2])
-        assert all(job[k].collectives._calls.memories._kept["staging"][0] != staging[k] for k in (0, 2))
+        assert all(job[k].collectives.calls.memories.by_purpose["staging"][0] != staging[k] for k in (0, 2))
         goes_on.set()
 
 
@@ -131,9 +131,9 @@ def test_one_who_comes(fresh: LocalJob) -> None:
     """Calls are made again with the new one in it, though not all have heard of it at the same time; they cannot
     meet its first call, and all go on together after a restart."""
     assert together(fresh, lambda me: collectives.all_reduce(1)) == [3, 3, 3]
-    make_job = fresh._process.make_job
+    make_job = fresh.process.make_job
     # The others hear of it before it can be reached.
-    fresh._process.make_job = lambda *given, **more: (time.sleep(0.2), make_job(*given, **more))[1]  # type: ignore
+    fresh.process.make_job = lambda *given, **more: (time.sleep(0.2), make_job(*given, **more))[1]  # type: ignore
     thread = later(lambda: fresh.add_worker("worker-3"))
 
     def work(me: Any) -> int:

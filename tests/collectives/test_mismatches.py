@@ -14,6 +14,7 @@ from tests.patience import PATIENCE
 from syncline import collectives
 from syncline.errors import CollectiveError
 from syncline.testing.local import LocalJob
+from syncline.worker.collectives import verbs
 from syncline.worker.collectives.values import Reducer
 
 REMEDY = "; all ranks of a group make the same calls in the same order"
@@ -139,25 +140,22 @@ def test_a_collective_against_send(three: LocalJob) -> None:
     usable(three)
 
 
-def test_what_keeps_one_rank_from_it_is_told_to_all(three: LocalJob) -> None:
+def test_what_keeps_one_rank_from_it_is_told_to_all(three: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without memory for the result: the others do not wait for it."""
-    results = together(three, _without_memory)
+    exchange = verbs.exchange
+
+    def without_memory(rendezvous: Any, *given: Any) -> Any:
+        if rendezvous is three[1].collectives.calls.rendezvous:
+            raise MemoryError("7 bytes")
+        return exchange(rendezvous, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verbs, "exchange", without_memory)
+        results = together(three, lambda me: collectives.all_gather(LARGE))
     assert isinstance(results[1], MemoryError)
     told = "CollectiveError: worker-1 has given up: MemoryError: 7 bytes"
     assert messages([results[0], results[2]]) == [told] * 2
     usable(three)
-
-
-def _without_memory(me: Any) -> Any:
-    def fail(*_: Any) -> None:
-        raise MemoryError("7 bytes")
-
-    if me.rank == 1:
-        me.collectives._fill = fail
-    try:
-        return collectives.all_gather(LARGE)
-    finally:
-        me.collectives.__dict__.pop("_fill", None)
 
 
 def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +188,7 @@ def test_nobody_writes_into_memory_after_an_error(three: LocalJob, monkeypatch: 
         return (array == 100 + me.rank).all()
 
     usable(three)
-    if not any(link.shares_memory for link in three[0].collectives._calls.peers._links.values()):
+    if not any(link.shares_memory for link in three[0].collectives.calls.peers.links.values()):
         pytest.skip("no memory is shared over sockets")
     monkeypatch.setattr(Reducer, "reduce", reduce)
     assert together(three, work) == [True] * 3

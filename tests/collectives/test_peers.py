@@ -35,7 +35,7 @@ def two(tmp_path: Any) -> Iterator[LocalJob]:
 
 
 def links(job: LocalJob, rank: int) -> list[PeerLink]:
-    return list(job[rank].collectives._calls.peers._links.values())
+    return list(job[rank].collectives.calls.peers.links.values())
 
 
 def test_one_connection_for_each_pair(tmp_path: Any) -> None:
@@ -56,7 +56,7 @@ def test_one_connection_for_each_pair(tmp_path: Any) -> None:
 
 def test_an_incarnation_that_the_roster_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was evicted may still have the token."""
-    monkeypatch.setattr(peers_module, "_ROSTER_SECONDS", 0.05)
+    monkeypatch.setattr(peers_module, "ROSTER_SECONDS", 0.05)
     said: list[str] = []
     rosters, stamp = Rosters(), Stamp("job")
     members = [Member("worker-0", "worker", 1, "local"), Member("worker-1", "worker", 4, "local")]
@@ -66,11 +66,11 @@ def test_an_incarnation_that_the_roster_does_not_have_is_refused(monkeypatch: py
     for stranger in (Peer("worker", "worker-1", 2), Peer("worker", "worker-2", 4), Peer("server", "worker-1", 4)):
         left, right = memory.pair(stranger, Peer("worker", "worker-0", 1))
         peers.accept(right)
-        assert right.other is None and not peers._links
+        assert right.other is None and not peers.links
     assert len(said) == 3 and "incarnation 2 is no worker of this job" in said[0]
     left, right = memory.pair(Peer("worker", "worker-1", 4), Peer("worker", "worker-0", 1))
     peers.accept(right)
-    assert list(peers._links) == [4] and left.other is right
+    assert list(peers.links) == [4] and left.other is right
     peers.close()
 
 
@@ -126,7 +126,7 @@ def test_a_lie_ends_the_connection(two: LocalJob) -> None:
 
 def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a call: a description as it should be, and then bytes that nobody has asked for."""
-    calls, (theirs,) = two[1].collectives._calls, links(two, 1)
+    calls, (theirs,) = two[1].collectives.calls, links(two, 1)
     group = tuple(member.incarnation for member in calls.world.members(None)[0])
     said = Describe(
         group,
@@ -139,9 +139,15 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.Mon
         generation=calls.world.roster.generation,
     )
     theirs.send(said)
-    under_way, ours = threading.Event(), PeerMessages._place
+    under_way, ours = threading.Event(), PeerMessages.landing
+
     # What worker-0 sends waits there for a call of worker-1, which makes none.
-    monkeypatch.setattr(PeerMessages, "_place", lambda self, *given: (under_way.set(), ours(self, *given))[1])
+    def landing(self: PeerMessages, link: Any, message: Any, payload_bytes: int) -> Any:
+        if isinstance(message, Chunk):
+            under_way.set()
+        return ours(self, link, message, payload_bytes)
+
+    monkeypatch.setattr(PeerMessages, "landing", landing)
 
     def work(me: Any) -> Any:
         lying = threading.Thread(target=lie_when_it_waits)

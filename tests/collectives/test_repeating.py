@@ -46,7 +46,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return started
 
     monkeypatch.setattr(calls, "repeat", repeat)
-    monkeypatch.setattr(rendezvous, "_MOMENT_SECONDS", PATIENCE)  # on a busy machine too
+    monkeypatch.setattr(rendezvous, "MOMENT_SECONDS", PATIENCE)  # on a busy machine too
     return found
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_calls_something_else_in_between(job: LocalJob, odd: Any) ->
 
 def test_one_that_comes_late_is_waited_for(job: LocalJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the moment: the call goes on where it was, with those who have said the same."""
-    monkeypatch.setattr(rendezvous, "_MOMENT_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "MOMENT_SECONDS", 0.01)
     ahead = threading.Semaphore(0)
 
     def work(me: Any) -> list[float]:
@@ -141,7 +141,7 @@ def test_tickets_and_groups_between(job: LocalJob, repeated: list[bool]) -> None
             ticket = collectives.all_reduce(F3, wait=False)
             found.append(collectives.all_reduce(F3))
             found.append(ticket.wait(PATIENCE))
-            me.collectives._calls.queue.settle()  # what is called next is a call of the script itself
+            me.collectives.calls.queue.settle()  # what is called next is a call of the script itself
             if me.rank != 1:
                 found.append(collectives.all_reduce(F3, group=pair) * 1.5)
         return found
@@ -156,7 +156,7 @@ def test_what_interrupts_one_is_told_to_all(job: LocalJob, monkeypatch: pytest.M
         for _ in range(3):
             collectives.all_reduce(F3)
         if me.rank == 2:
-            endpoint = me.collectives._calls._group_links(None).local_peers[0][1]
+            endpoint = me.collectives.calls.links_of(None).local_peers[0][1]
             monkeypatch.setattr(endpoint, "post", _interrupted)
         return collectives.all_reduce(F3)
 
@@ -178,7 +178,7 @@ def test_one_that_is_gone_is_named(tmp_path: Any) -> None:
             for _ in range(3):
                 collectives.all_reduce(F3)
             if me.rank == 2:
-                me.collectives._calls.peers.close("it was killed")
+                me.collectives.calls.peers.close("it was killed")
                 return None
             return collectives.all_reduce(F3)
 
@@ -192,7 +192,7 @@ def test_a_failure_of_another_group_does_not_matter(job: LocalJob, repeated: lis
 
     def work(me: Any) -> Any:
         collectives.all_reduce(F3)
-        heard = me.collectives._calls.rendezvous.heard
+        heard = me.collectives.calls.rendezvous.heard
         heard.broken[(1, 2, 3), 4] = Broken((1, 2, 3), 4, "of another group")
         try:
             return [collectives.all_reduce(F3) for _ in range(2)]

@@ -42,7 +42,7 @@ def together(job: LocalJob, *functions: Callable[[Job], Any], ranks: list[int] |
 
 def waits(job: Job) -> bool:
     """Whether this worker's script is in a call now, and waits in it for others."""
-    return job.exchange.waits._now is not None
+    return job.debug_state().waits_for != ""
 
 
 def messages(results: list[Any]) -> list[str]:

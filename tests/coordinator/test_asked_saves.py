@@ -33,7 +33,7 @@ def test_a_save_that_is_being_cut_is_nobodys_who_asks_now(jobs: Any, folder: pat
 
 def ask_later(job: Any, name: str) -> Any:
     call = job[name].endpoint.call(Save())
-    until(lambda: job.coordinator.saves._next is not None, "it is heard")
+    until(lambda: job.coordinator.debug_state().next_save, "it is heard")
     return call
 
 
@@ -59,7 +59,7 @@ def test_who_hurries_hurries_also_when_a_save_is_made_again(jobs: Any, folder: p
     job["worker-0"].holds.add(Expect)
     job["server-1"].held[0].refuse(ConnectionLost("server-1 is gone"))
     until(lambda: bool(job["worker-0"].held), "it is made again")
-    assert saves._current.request.hurries and saves._current.request.is_final
+    assert saves.current.request.hurries and saves.current.request.is_final
     job["worker-0"].held[0].reply(Done())
     assert isinstance(first.wait(SECONDS), Saved)
 
@@ -118,7 +118,7 @@ def test_nothing_spins_while_a_slice_is_nowhere(jobs: Any, folder: pathlib.Path)
     with job.coordinator.job.lock:
         known, replica_sets[0] = replica_sets[0], type(replica_sets[0])(0, "server-9")
         job["worker-0"].held[0].reply(Done())
-        assert not saves.has_work(saves._current.began + 1e6)
+        assert not saves.has_work(saves.current.began + 1e6)
         replica_sets[0] = known
 
 

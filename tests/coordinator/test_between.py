@@ -16,8 +16,12 @@ from syncline.core.members import Member
 from syncline.core.membership import JobState
 from syncline.core.wire.control import Host, Over, Prepare, SeedTo, Uploaded
 from syncline.core.wire.message import Done
-from syncline.errors import ProtocolError, StoreError
+from syncline.errors import FencedError, ProtocolError, StoreError
+from syncline.net.memory import HeapMemory
+from syncline.net.transport import Peer
 from syncline.server.hosting import Hosting
+from syncline.server.pool import InlinePool
+from syncline.server.storage import SliceStorage
 from syncline.testing.local import local_job
 from syncline.worker.job import Job
 
@@ -75,16 +79,24 @@ def test_a_disk_that_is_full_for_one_save_leaves_nobody_waiting(jobs: Any) -> No
     assert chief.ask(Uploaded(0)) == Done() and failed
 
 
+def no_way(member: Member) -> Any:
+    raise AssertionError("nothing is dialled")
+
+
 def test_a_server_that_has_just_joined_is_not_taken_for_one_that_is_out() -> None:
     """The change was begun before it came; its word reaches us after the roster that names the newcomer."""
-    hosting = Hosting.__new__(Hosting)
-    hosting._out, hosting._replica_sets, hosting._primaries = set(), {}, {}
+    hosting = Hosting(
+        InlinePool(), SliceStorage(), create_memory=HeapMemory, dial=no_way, drain=lambda slot: None, log=print
+    )
     old, new = Member("server-0", "server", 1, "a", since=1), Member("server-1", "server", 9, "a", since=8)
     hosting.hear([old, new], ())
     hosting.fence_servers([("server-0", 1)], 7)
-    assert not hosting._out
+    for server in (Peer("server", "server-0", 1), Peer("server", "server-1", 9)):
+        hosting.check_sender(server, 0)
     hosting.fence_servers([("server-0", 1)], 9)
-    assert hosting._out == {("server-1", 9)}
+    hosting.check_sender(Peer("server", "server-0", 1), 0)
+    with pytest.raises(FencedError, match="incarnation 9, is out"):
+        hosting.check_sender(Peer("server", "server-1", 9), 0)
 
 
 def test_a_server_that_came_late_gets_no_new_parameters_before_it_knows_the_workers(tmp_path: Any) -> None:
@@ -100,7 +112,7 @@ def test_a_server_that_came_late_gets_no_new_parameters_before_it_knows_the_work
             return worker.kv.pull(["v"])["v"].tolist()
 
         job.run(first)
-        state = job._process.coordinator.membership.state
+        state = job.coordinator.membership.state
         (replica_set,) = state.replica_sets.values()
         (idle,) = {"server-0", "server-1"} - {replica_set.primary}
         job.kill(idle)

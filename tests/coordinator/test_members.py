@@ -343,7 +343,7 @@ def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:
     assert [len(table) for table in tables] == sizes
     until(lambda: not job.disk.last.fencing, "all settled")
     assert len(job.disk.states[-1]) <= before + 64, "the state does not grow with lives"
-    assert len(coordinator.joins._pending.defaults) <= 1
+    assert coordinator.debug_state().num_defaults <= 1
 
 
 def test_a_worker_that_beats_and_does_not_advance_is_evicted_when_others_have_waited_long_enough(jobs: Any) -> None:

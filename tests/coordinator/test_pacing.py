@@ -133,7 +133,7 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
     """In sync: two steps, worker-1 is held, nobody goes on; it is released, and all steps are made."""
     steps = [0, 0]
     with local_job(workers=2) as local:
-        pace = local._process.coordinator.pace
+        pace = local.coordinator.pace
         held, seen = threading.Event(), []
 
         def work(job: Job) -> float:
@@ -165,7 +165,7 @@ def test_a_whole_job_in_which_one_is_slowed() -> None:
     """In async nobody waits: the others are through before; what the delay takes is its own time of work."""
     delay, steps = 0.05, [0, 0]
     with local_job(workers=2, policy="async") as local:
-        pace = local._process.coordinator.pace
+        pace = local.coordinator.pace
 
         def work(job: Job) -> int:
             job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
@@ -187,13 +187,13 @@ def test_a_whole_job_in_which_one_is_slowed() -> None:
 
 def test_who_is_held_can_be_asked_to_leave() -> None:
     with local_job(workers=2, policy="async") as local:
-        pace = local._process.coordinator.pace
+        pace = local.coordinator.pace
         pace.set_pace(Pace("worker-1", is_paused=True))
 
         def work(job: Job) -> str:
             try:
                 if job.rank == 1:
-                    until(lambda: job._handlers.pacing._pace.is_paused, "told")
+                    until(lambda: job.debug_state().is_paused, "told")
                     threading.Timer(0.1, job.retire).start()
                 job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
                 return "registered"

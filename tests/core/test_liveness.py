@@ -189,9 +189,9 @@ def test_whoever_has_been_forgotten_leaves_nothing_behind() -> None:
         watch.suspect(name, 0.1, "closed")
         watch.gone(name, 0.1, "ended")
         assert watch.last_heard(name) is None
-    assert list(watch._members) == ["server-0"] and watch.dead(0.15) == []
+    assert list(watch.members) == ["server-0"] and watch.dead(0.15) == []
     watch.forget("server-0")
-    assert watch.next_deadline() is None and not watch._members
+    assert watch.next_deadline() is None and not watch.members
 
 
 def test_memory_for_a_member_is_bounded() -> None:
@@ -199,8 +199,8 @@ def test_memory_for_a_member_is_bounded() -> None:
     watch = liveness()
     watch.watch("worker-0", 0.0)
     beat(watch, "worker-0", 0.0, 0.51, 1000)
-    assert len(watch._members["worker-0"].samples) == 32
-    assert not hasattr(watch._members["worker-0"], "__dict__")  # nothing else that could grow
+    assert len(watch.members["worker-0"].samples) == 32
+    assert not hasattr(watch.members["worker-0"], "__dict__")  # nothing else that could grow
 
 
 def test_after_a_restart_of_the_coordinator_everybody_has_a_whole_deadline() -> None:

@@ -53,7 +53,7 @@ def test_only_silence_while_we_looked_is_deadly(steps: list[tuple[float, str]]) 
                 watch.heard("worker-0", now)
             else:
                 watch.watch("worker-0", now, full=event == "full")
-        if event != "suspect" and watch._members["worker-0"].suspected is None:
+        if event != "suspect" and watch.members["worker-0"].suspected is None:
             apart = 0.0
         assert watch.next_deadline() is not None
 

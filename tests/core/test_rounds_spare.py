@@ -160,7 +160,7 @@ def test_random_lives(script: list[list[int]], spare: int, seed: int) -> None:
             assert applied(verdict) == [((name, clock),)] and spare
             late.append((name, clock))
             del waiting[name]
-            assert rounds.standings[name].turn() == rounds._closed
+            assert rounds.standings[name].turn() == rounds.closed
             continue
         for members in applied(verdict):
             counted += members

@@ -77,7 +77,7 @@ def test_a_npy_file_is_mapped_and_an_npz_file_has_columns(tmp_path: pathlib.Path
     np.save(tmp_path / "x.npy", X)
     np.savez(tmp_path / "xy.npz", x=X, y=Y)
     mapped = syncline.data.open(tmp_path / "x.npy")
-    assert isinstance(mapped, ArraySource) and isinstance(mapped._arrays[0], np.memmap)
+    assert isinstance(mapped, ArraySource) and isinstance(mapped.arrays[0], np.memmap)
     (batch,) = mapped.read(np.array([3, 1]))
     assert np.array_equal(batch, X[[3, 1]]) and type(batch) is np.ndarray and batch.flags.writeable
     both = syncline.data.open(f"file://{tmp_path}/xy.npz", columns=["y"])

@@ -74,8 +74,8 @@ def fill(folder: pathlib.Path, *, zipped: bool = True, damaged: str = "") -> Non
 def places(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     places = Places(tmp_path)
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-    monkeypatch.setattr(datasets, "_SHA256", sums)
-    monkeypatch.setattr(datasets, "_SYSTEM_FOLDER", places.system)
+    monkeypatch.setattr(datasets, "SHA256", sums)
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", places.system)
     monkeypatch.setenv("XDG_CACHE_HOME", str(places.cache))
     monkeypatch.setenv("SYNCLINE_DATA", str(places.told))
     return places
@@ -246,19 +246,19 @@ def test_a_download_is_whole_or_an_error(web: str) -> None:
 
 def test_a_download_that_drips_is_given_up(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes well within the time-out of a socket, which alone would wait for all of them."""
-    monkeypatch.setattr(datasets, "_FETCH_SECONDS", 0.1)
+    monkeypatch.setattr(datasets, "FETCH_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=r"not whole after 0\.1 s"):
         datasets.download(f"{web}/slow", 100_000)
 
 
 @pytest.mark.skipif(
-    not (datasets._SYSTEM_FOLDER / "train-images-idx3-ubyte.gz").exists(),
+    not (datasets.SYSTEM_FOLDER / "train-images-idx3-ubyte.gz").exists(),
     reason="Debian's package dataset-fashion-mnist is not installed",
 )
 def test_the_checksums_are_those_of_the_published_data() -> None:
-    images, labels = fashion_mnist(folder=datasets._SYSTEM_FOLDER)
+    images, labels = fashion_mnist(folder=datasets.SYSTEM_FOLDER)
     assert images.shape == (60000, 28, 28) and labels.shape == (60000,)
     assert np.bincount(labels).tolist() == [6000] * 10
-    images, labels = fashion_mnist(train=False, folder=datasets._SYSTEM_FOLDER)
+    images, labels = fashion_mnist(train=False, folder=datasets.SYSTEM_FOLDER)
     assert images.shape == (10000, 28, 28)
     assert np.bincount(labels).tolist() == [1000] * 10

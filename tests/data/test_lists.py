@@ -71,8 +71,8 @@ def same(got: Any, wanted: Any) -> bool:
 
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syncline.data.arrow, "_PIECE_BYTES", 1)
-    monkeypatch.setattr(syncline.data.arrow, "_LEAST_ROWS", PIECE)
+    monkeypatch.setattr(syncline.data.arrow, "PIECE_BYTES", 1)
+    monkeypatch.setattr(syncline.data.arrow, "LEAST_ROWS", PIECE)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def source(tmp_path: pathlib.Path, in_pieces: None) -> TableSource:
     parquet.write_table(arrow.table(columns()), tmp_path / "lists.parquet", row_group_size=GROUP)
     source = syncline.data.open(tmp_path / "lists.parquet")
     assert isinstance(source, TableSource) and list(source.chunk_sizes) == [64, 64, 64, 8]
-    sizes = [piece.num_rows for piece in source._files[0].read_chunk(0, ["equal"])]
+    sizes = [piece.num_rows for piece in source.files[0].read_chunk(0, ["equal"])]
     assert sizes == [24, 24, 16]
     return source
 

@@ -93,7 +93,7 @@ def test_rows_come_in_the_order_asked_for(folder: pathlib.Path, asked: list[int]
 
 def test_a_read_does_not_go_through_all_chunks(source: TableSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set may have a hundred thousand row groups; where each begins is known since it was opened."""
-    monkeypatch.setattr(source, "_sizes", None)
+    monkeypatch.setattr(source, "chunk_sizes", None)
     assert source.read(np.array([130, 131]))["x"].tolist() == [130, 131]
     assert source.read(np.array([5, 900]))["x"].tolist() == [5, 900]
 
@@ -137,13 +137,13 @@ def test_an_epoch_reads_each_row_group_once(
     counting = Counting(monkeypatch)
     files = syncline.data.open(folder / "*.parquet", columns=["x"])
     assert isinstance(files, TableSource)
-    files._cache_bytes = 0  # two row groups are kept even so
+    files.cache_bytes = 0  # two row groups are kept even so
     seen = [batch["x"] for batch in batches(files, 32, shuffle=shuffle, seed=1) if isinstance(batch, dict)]
     assert [len(each) for each in seen] == [32] * 31 + [8]
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(NUM_ROWS))
     assert np.array_equal(np.concatenate(seen), np.arange(NUM_ROWS)) is not shuffle
     assert len(counting.read) == len(set(counting.read)) == 9
-    assert len(files._decoded) == 2
+    assert files.num_kept == 2
 
 
 def test_a_column_that_is_not_there_is_named(folder: pathlib.Path) -> None:
@@ -263,7 +263,7 @@ def test_a_row_group_with_lists_is_read_in_pieces_and_is_whole(tmp_path: pathlib
     columns = {"v": arrow.FixedSizeListArray.from_arrays(lists.ravel(), 500), "s": [str(n) for n in range(3000)]}
     parquet.write_table(arrow.table(columns), tmp_path / "v.parquet", row_group_size=2000)
     source = syncline.data.open(tmp_path / "v.parquet")
-    assert isinstance(source, TableSource) and len(list(source._files[0].read_chunk(0, ["v"]))) > 1
+    assert isinstance(source, TableSource) and len(list(source.files[0].read_chunk(0, ["v"]))) > 1
     batch = source.read(np.arange(3000))
     assert np.array_equal(batch["v"], lists) and batch["s"].tolist() == columns["s"]
     uneven = [[1.0] * (500 if n < 1500 else 400) for n in range(2000)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.launch.member import _exit_code
+from syncline.launch.member import exit_code
 
 
 @pytest.mark.parametrize(
@@ -14,5 +14,5 @@ def test_the_scripts_own_exit_code_is_the_processs(
     said: object, code: int, written: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the launcher makes of it: tests/launch/test_launcher.py."""
-    assert _exit_code(SystemExit(said)) == code
+    assert exit_code(SystemExit(said)) == code
     assert capsys.readouterr().err == written

@@ -21,7 +21,7 @@ SCRIPT = """
         out = job.kv.push_pull({"x": np.full(300_000, 1.0 + job.rank, np.float32)}).wait()
     assert (out["x"] == -15.0).all(), out["x"]
     job.barrier("end")
-    wires = [type(e._connection._stream).__name__ for e in job.exchange._endpoints.values()]
+    wires = [type(e.connection.stream).__name__ for e in job.exchange.routes.endpoints.values()]
     print("HOST", job.name, job.local_rank, wires, job.exchange.stats().bytes_sent > 4_000_000, flush=True)
 """
 

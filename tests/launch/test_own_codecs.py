@@ -76,7 +76,7 @@ def test_a_server_that_cannot_load_it_ends_and_says_so(monkeypatch: pytest.Monke
     try:
         me = Member("server-0", "server", 3, "a")
         with pytest.raises(ConfigError):
-            serving._is_in(Joined(3, 1, [me], JobConfig(codec="no.such:name")))
+            serving.hear_joined(Joined(3, 1, [me], JobConfig(codec="no.such:name")))
         (end,) = ends
         assert end.code == 1 and "--codec no.such:name: ModuleNotFoundError" in str(end.error)
     finally:

@@ -42,7 +42,7 @@ def linked(request: pytest.FixtureRequest, host: Make) -> Any:
     if request.param == "tls":
         request.getfixturevalue("force_tls")
     pair = host(unix=True).pair(unix=request.param == "unix")
-    assert isinstance(pair[0][0]._stream, TlsStream) is (request.param == "tls")
+    assert isinstance(pair[0][0].stream, TlsStream) is (request.param == "tls")
     return pair
 
 
@@ -191,7 +191,7 @@ def test_a_descriptor_is_kept_until_nobody_is_in_it(linked: Any) -> None:
     """A reader between two reads still has the socket's number. Given back by then, the number could be another
     connection's, and the reader would take that one's bytes."""
     (one, at_one), (two, _) = linked
-    number = one._stream._sock.fileno()
+    number = one.stream.sock.fileno()
     reading, go = threading.Event(), threading.Event()
     at_one.on_deliver = lambda header, message: (reading.set(), go.wait(SECONDS))
     send(two, Leave())
@@ -253,7 +253,7 @@ def test_between_hosts_nobody_in_the_middle_gets_through(host: Make, force_tls: 
 def test_between_hosts_it_is_tls_1_3_and_nothing_is_in_the_clear(host: Make, force_tls: None) -> None:
     there = host()
     connection = there.connect()
-    assert connection._stream._sock.version() == "TLSv1.3"
+    assert connection.stream.sock.version() == "TLSv1.3"
     there.next()
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from syncline.net.rpc import Endpoint
+from syncline.core.wire.control import Leave
+from syncline.net import memory
+from syncline.net.rpc import Call, Endpoint, Stamp
 from syncline.net.transport import Peer
 
 
 def test_an_action_that_fails_keeps_nobody_else_from_hearing_that_the_connection_is_lost() -> None:
-    asking, ends = Endpoint.__new__(Endpoint), []
-    asking._lock, asking.peer = threading.Lock(), Peer("server", "server-0", 7)
-    asking._service = types.SimpleNamespace(lost=lambda endpoint, reason: ends.append(reason))
+    left, right = memory.pair(Peer("worker", "worker-0", 3), Peer("server", "server-0", 7))
+    ends: list[str] = []
     heard: list[str] = []
+    silent = types.SimpleNamespace(handle=lambda request: None, lost=lambda endpoint, reason: None)
+    Endpoint(right, Stamp("job"), silent)  # type: ignore[arg-type]
+    service = types.SimpleNamespace(lost=lambda endpoint, reason: ends.append(reason))
+    asking = Endpoint(left, Stamp("job"), service)  # type: ignore[arg-type]
 
-    def finish(name: str) -> Callable[..., None]:
-        def end(*given: Any) -> None:
+    def finish(name: str) -> Callable[[Call], None]:
+        def end(call: Call) -> None:
             heard.append(name)
             if name == "first":
                 raise RuntimeError("can't start new thread")
 
         return end
 
-    asking._calls = {k: types.SimpleNamespace(finish=finish(name)) for k, name in enumerate(["first", "second"])}
+    for name in ("first", "second"):
+        asking.call(Leave(), then=finish(name))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         asking.lost("it died")
     assert heard == ["first", "second"] and ends == ["it died"]
+    asking.close()

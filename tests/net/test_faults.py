@@ -240,9 +240,9 @@ def test_half_open_and_then_cut_is_an_end(between: Between, reset: bool) -> None
 def test_a_sender_into_a_half_open_connection_is_not_held_for_ever(between: Between) -> None:
     """Nothing is read on the other side, and no end is seen: what cannot be sent ends with a reason."""
     worker, _ = between.link()
-    stream: Any = worker._connection._stream  # type: ignore[attr-defined]
-    stream._stall_seconds = 0.3
-    stalls.bound(stream._sock, socket.SO_SNDTIMEO, stalls.look_seconds(0.3))
+    stream: Any = worker.connection.stream  # type: ignore[attr-defined]
+    stream.stall_seconds = 0.3
+    stalls.bound(stream.sock, socket.SO_SNDTIMEO, stalls.look_seconds(0.3))
     between.proxy.stop("up")
     with pytest.raises(ConnectionLost, match=r"server-0 is gone: server-0 has not read for 0\.3 s"):
         while True:

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -141,13 +142,16 @@ class Unread(SocketConnection):
         self._receiver = receiver  # type: ignore[assignment]
         return True
 
+    def read_all(self) -> None:
+        while self._closed is None:
+            self._read_frame()
+
 
 def read_frames(data: bytes) -> None:
     """As a server reads what an authenticated worker sends."""
     connection = Unread(Bytes(data), WORKER, "worker-0")
     Endpoint(connection, Stamp(JOB), Service())
-    while connection._closed is None:
-        connection._read_frame()
+    connection.read_all()
 
 
 def listen(data: bytes) -> None:
@@ -192,9 +196,9 @@ def corpus() -> list[tuple[Callable[[bytes], None], bytes]]:
         found.append((decode_any, bytes([frame.kind_of(message)]) + frame.encode(message)))
         found.append((read_frames, whole_frame(message) + whole_frame(Leave())))
     found.append((read_frames, whole_frame(sample(Upload), b"payload" * 9)))
-    one, two = Connecting(TOKEN, JOB, WORKER, ""), Listening(TOKEN, JOB, SERVER, "")
-    one._hello = msgspec.structs.replace(one._hello, nonce=bytes(range(32)))  # the same in every run
-    two._nonce = bytes(range(32, 64))
+    nonces = [bytes(range(32)), bytes(range(32, 64))]  # the same in every run
+    with mock.patch.object(handshake.secrets, "token_bytes", lambda size: nonces.pop(0)):
+        one, two = Connecting(TOKEN, JOB, WORKER, ""), Listening(TOKEN, JOB, SERVER, "")
     challenge = two.challenge(one.hello()[handshake.PREFIX_BYTES :])
     proof, _ = one.answer(challenge[handshake.PREFIX_BYTES :])
     shakes = [(listen, one.hello() + proof), (listen, one.hello() + pack(Proof(bytes(32)))), (connect, challenge),

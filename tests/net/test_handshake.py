@@ -68,7 +68,7 @@ def test_the_side_that_connects_refuses_a_listener_without_the_token() -> None:
 def test_the_side_that_listens_refuses_who_does_not_have_the_token() -> None:
     one, two = connecting(token=bytes(32)), listening()
     challenge = unpack(Challenge, body(two.challenge(body(one.hello()))))
-    forged = handshake._prove(bytes(32), b"connects", one._hello, SERVER, challenge.nonce, "c")
+    forged = handshake.prove(bytes(32), b"connects", unpack(Hello, body(one.hello())), SERVER, challenge.nonce, "c")
     with pytest.raises(TokenError, match="worker-0 does not prove the token of job job-1; use the job file of this"):
         two.welcome(body(pack(Proof(forged))))
 

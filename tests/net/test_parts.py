@@ -212,12 +212,12 @@ def test_ctrl_c_within_a_frame_ends_the_connection(reading: Make, monkeypatch: p
     """What is left of the frame would be read as the next one."""
     worker, _ = reading(Service())
     call = worker.call(Leave())
-    connection: Any = worker._connection
+    connection: Any = worker.connection
 
     def interrupted(count: int) -> memoryview:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(connection._stream, "take", interrupted)
+    monkeypatch.setattr(connection.stream, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call.wait(SECONDS)
     with pytest.raises(ConnectionLost, match="interrupted within a frame"):

@@ -288,7 +288,7 @@ def test_an_answer_to_nothing_asked_ends_the_connection(link: Make, payload: byt
         frame.kind_of(Pulled([1])), 77, ANSWER, frame.job_key("job-1"), 3, body_bytes=len(body),
         payload_bytes=len(payload),
     )  # fmt: skip
-    worker._connection.send(header, body, [memoryview(payload)] if payload else ())
+    worker.connection.send(header, body, [memoryview(payload)] if payload else ())
     assert "question that was not asked" in at_server.end()
 
 

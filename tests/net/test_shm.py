@@ -169,7 +169,7 @@ def send_raw(connection: Any, message: Any, fds: list[int], flags: int) -> None:
     body = frame.encode(message)
     data = Header(frame.kind_of(message), 1, flags, body_bytes=len(body)).pack() + body
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    connection._stream._sock.sendmsg([data], rights)
+    connection.stream.sock.sendmsg([data], rights)
 
 
 def test_memory_goes_with_a_frame_in_both_directions(host: Make) -> None:
@@ -238,7 +238,7 @@ def test_descriptors_beside_a_body_are_refused_and_closed(host: Make) -> None:
     (one, _), (_, at_two) = host(unix=True).pair(unix=True)
     memory, before = shm.create(2 * PAGE), num_open()
     body = frame.encode(Attach(0, 0, 2 * PAGE))
-    sock = one._stream._sock
+    sock = one.stream.sock
     sock.sendall(Header(ATTACH, 1, 0, body_bytes=len(body)).pack())
     sock.sendmsg([body], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.fd]))])
     assert "a file descriptor that was not announced" in at_two.end()

@@ -132,9 +132,9 @@ def test_a_little_that_is_taken_is_progress(kind: str, monkeypatch: pytest.Monke
         stall = Stall(near, "worker-2", 30.0)
         for _ in range(4):
             clock.now += 29.0
-            before = stalls._unsent_bytes(near)
+            before = stalls.unsent_bytes(near)
             deadline = time.monotonic() + SECONDS
-            while stalls._unsent_bytes(near) == before:  # a receiver tells of room when there is enough of it
+            while stalls.unsent_bytes(near) == before:  # a receiver tells of room when there is enough of it
                 assert time.monotonic() < deadline
                 far.recv(20_000, socket.MSG_DONTWAIT)
                 time.sleep(0.001)
@@ -151,7 +151,7 @@ def test_a_reader_that_comes_back_in_time_gets_every_byte(reach: Make, kind: str
     """A send that was interrupted to look at the time goes on where it was: not a byte is lost or doubled."""
     connection, inbox, far = reach(kind, SECONDS)
     if kind != "tls":
-        stalls.bound(connection._stream._sock, socket.SO_SNDTIMEO, 0.02)
+        stalls.bound(connection.stream.sock, socket.SO_SNDTIMEO, 0.02)
     payload = bytes(range(256)) * (40 << 10)
     body = frame.encode(Upload(0, [1]))
     header = Header(frame.kind_of(Upload(0, [1])), 1, body_bytes=len(body), payload_bytes=len(payload))

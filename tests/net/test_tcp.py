@@ -194,7 +194,7 @@ def test_closing_a_listener_sends_its_strangers_away_at_once(host: Make, monkeyp
     there = host()
     with stranger(there) as sock:
         deadline = time.monotonic() + SECONDS
-        while not there.listener._strangers:
+        while not there.listener.num_strangers:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         there.close()
@@ -224,11 +224,11 @@ def test_too_many_open_files_do_not_end_the_listener(host: Make) -> None:
                 raise turn
             return turn
 
-    there.listener._serve(Crowded())
+    there.listener.serve(Crowded())
     assert there.log() == "a connection could not be accepted: [Errno 24] Too many open files"
     assert there.logged.empty(), "said once"
     identity = tcp.Identity("job-1", bytes(range(32)), Peer("worker", "worker-0", 3))
-    connection = tcp._connected(other, identity, "")
+    connection = tcp.connected(other, identity, "")
     there.connections.append(connection)
     assert there.next()[0].peer.name == "worker-0"
 
@@ -258,8 +258,8 @@ def test_a_bad_frame_closes_its_connection_with_a_reason_and_no_other(
     there = host(unix=True)
     (_, at_one), (good, _) = there.pair(name="worker-1")
     bad = there.connect(unix=unix)
-    bad._stream.write([memoryview(data)])
-    bad._stream._sock.shutdown(socket.SHUT_WR)
+    bad.stream.write([memoryview(data)])
+    bad.stream.sock.shutdown(socket.SHUT_WR)
     refused, at_refused = there.next()
     assert reason in at_refused.end()
     assert at_refused.frames.empty()

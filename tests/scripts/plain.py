@@ -128,7 +128,7 @@ def _without_syncline() -> Iterator[None]:
     """While it lasts, `import syncline` gets the names above."""
     global _job
     job = _job = Job()
-    rng_state._given = rng_state._last_given = None  # of another script in this process
+    rng_state.forget_seed()  # of another script in this process
     top, adapter = types.ModuleType("syncline"), types.ModuleType("syncline.torch")
     top.__dict__.update(init=lambda **_: job, seed_everything=rng_state.seed_everything, torch=adapter)
     adapter.__dict__.update(DataLoader=DataLoader, DistributedOptimizer=job.optimizer)

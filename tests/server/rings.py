@@ -23,16 +23,16 @@ WAYS: dict[str, dict[str, Any]] = {
 def check_way(jobs: Any, way: str, num_workers: int) -> None:
     """Sums go this way in a ring that has come to so many."""
     is_by_deputies = way == "by host leaders" or (way == "by host leaders for two" and num_workers == 2)
-    host_reducers = [server._ring.host_reducers._relay for server in jobs._process._servers.values()]
+    host_reducers = [server.ring.host_reducers._relay for server in jobs.servers.values()]
     assert [relay is not None for relay in host_reducers] == [is_by_deputies] * num_workers
 
 
 def copies(jobs: Any) -> dict[str, dict[int, Any]]:
     """Every server's slots, its own and those of others, by number."""
     found = {}
-    for name, server in jobs._process._servers.items():
-        others = {n: backup.slot for n, backup in server._hosting.backups.backups.items()}
-        found[name] = {**others, **server._slices}
+    for name, server in jobs.servers.items():
+        others = {n: backup.slot for n, backup in server.hosting.backups.backups.items()}
+        found[name] = {**others, **server.slices}
     return found
 
 

@@ -30,9 +30,9 @@ def test_an_update_that_was_under_way_when_the_connection_broke_is_not_acknowled
     house = make_house(2, 1, replicas=2)
     both_ways(house, momentum=0.5)
     step(house, 1)
-    backups = house.servers["server-1"]._hosting.backups
-    go, take = threading.Event(), backups._take_update
-    monkeypatch.setattr(backups, "_take_update", lambda *given: go.wait(WAIT) and take(*given))
+    backups = house.servers["server-1"].hosting.backups
+    go, take = threading.Event(), backups.take_update
+    monkeypatch.setattr(backups, "take_update", lambda *given: go.wait(WAIT) and take(*given))
     numbers = [part.id for part in house.parts("server-0")]
     # Beside the test: here whoever sends an update takes it in, too.
     step_2 = Waiting(lambda: house.workers["worker-0"].commit("server-0", 2, ones()).wait(WAIT))
@@ -59,9 +59,9 @@ def test_what_was_applied_while_a_slice_was_seeded_is_not_seeded_once_more(
     """It follows the seed, update by update: nobody has to find out by versions that it is missing."""
     house = make_house(2, 1, replicas=2)
     house.register(X, "SGD", lr=1.0, momentum=0.5)
-    backups = house.servers["server-1"]._hosting.backups
-    go, take, seeds = threading.Event(), backups._take_seed, []
-    monkeypatch.setattr(backups, "_take_seed", lambda *given: seeds.append(go.wait(WAIT)) or take(*given))
+    backups = house.servers["server-1"].hosting.backups
+    go, take, seeds = threading.Event(), backups.take_seed, []
+    monkeypatch.setattr(backups, "take_seed", lambda *given: seeds.append(go.wait(WAIT)) or take(*given))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
     eventually(lambda: house.slot("server-0", numbers[0]).replicas)

@@ -143,7 +143,7 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
         assert np.array_equal(found["here"], found["there"]), "a step counts on all slices or on none"
         assert list(found["here"][[0, 2]].sum(axis=1)) == [60, 60] and found["here"][1, 63] == 1
         assert found["here"][1, :63].sum() >= acknowledged["worker-1"]
-        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
+        eventually(lambda: "server-1" in jobs.servers["server-0"].ring.voting.votes.voters)
         check_all_equal(jobs)
 
 
@@ -226,7 +226,7 @@ def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> 
         passed.wait(PATIENCE)
         stops.set()
         passed.wait(PATIENCE)
-        backups = jobs._process._servers["server-0"]._hosting.backups
+        backups = jobs.servers["server-0"].hosting.backups
         eventually(lambda: all(backup.held for backup in backups.backups.values()))
         assert {slot.state.version for slots in copies(jobs).values() for slot in slots.values()} == {1}
         goes_on.set()
@@ -304,7 +304,7 @@ def test_what_a_change_has_dropped_gets_into_no_slice(point: str, monkeypatch: p
     armed = threading.Event()
     monkeypatch.setattr(owner, name, slow)
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
-        first, gone, steps = jobs._process._servers["server-0"], set[str](), dict[str, int]()
+        first, gone, steps = jobs.servers["server-0"], set[str](), dict[str, int]()
 
         def work(job: Any) -> None:
             model = torch.nn.Linear(16, 16)
@@ -321,14 +321,14 @@ def test_what_a_change_has_dropped_gets_into_no_slice(point: str, monkeypatch: p
         eventually(lambda: list(steps.values()) == [2, 2, 2])
         armed.set()
         eventually(lambda: bool(late))
-        generation = first._ring.voting.votes.generation
+        generation = first.ring.voting.votes.generation
         kill(jobs, 2, gone)
-        eventually(lambda: first._ring.voting.votes.generation > generation)
+        eventually(lambda: first.ring.voting.votes.generation > generation)
         goes_on.set()
         for thread in threads[:2]:
             thread.join(PATIENCE)
         assert steps["worker-0"] == steps["worker-1"] == 6
-        assert not any(late[0] in slot.queue or slot.is_summing(late[0]) for slot in first._slices.values())
+        assert not any(late[0] in slot.queue or slot.is_summing(late[0]) for slot in first.slices.values())
 
 
 def test_a_script_uses_torch_distributed_as_it_likes(reduced: list[int]) -> None:

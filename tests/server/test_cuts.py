@@ -25,12 +25,12 @@ def tell_of() -> Iterator[Callable[[Any], Callable[[str, Any], Any]]]:
     made: list[Endpoint] = []
 
     def tell_in(jobs: Any) -> Callable[[str, Any], Any]:
-        process, ways = jobs._process, {}
+        process, ways = jobs.process, {}
 
         def tell(server: str, message: Any) -> Any:
             if server not in ways:
                 me, there = Peer("coordinator", "coordinator", 0), Peer("server", server, 0)
-                ways[server] = Endpoint(process._pair(me, there, process._servers[server]), Stamp("in-process"))
+                ways[server] = Endpoint(process.pair(me, there, process.servers[server]), Stamp("in-process"))
                 made.append(ways[server])
             return ways[server].call(message)
 
@@ -82,7 +82,7 @@ def test_the_cut_is_consistent_while_workers_push_all_the_time(
         def cut() -> None:
             try:
                 assert begun.wait(WAIT)
-                layout = Layout(jobs._process._servers["server-0"]._hosting.segments.values())
+                layout = Layout(jobs.servers["server-0"].hosting.segments.values())
                 tell = tell_of(jobs)
                 for number in range(1, 7):
                     assert number < 6 or all(through.acquire(timeout=WAIT) for _ in range(3))

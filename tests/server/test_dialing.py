@@ -25,18 +25,17 @@ def test_a_seed_for_a_host_that_does_not_answer_holds_up_no_other(make_house: Ma
     """Its slices could not have another backup before the dial has given up; pushes go on either way."""
     house = make_house(3, 2, replicas=2)
     house.register(zeros())
-    hosting, dialled = house.servers["server-0"]._hosting, threading.Event()
-    dial = hosting._dial
+    dialled = threading.Event()
     with blackhole() as (host, port):
 
-        def dial_or_hang(member: Member) -> Endpoint:
+        def hang(member: Member) -> Endpoint | None:
             if member.name != "server-1":
-                return dial(member)
+                return None
             dialled.set()
             identity = tcp.Identity("job", bytes(32), Peer("server", "server-0", 1))
             return Endpoint(tcp.connect_tcp(host, port, identity, DIAL_SECONDS), Stamp("job"))
 
-        hosting._dial = dial_or_hang
+        house.dial_instead = hang
         numbers = [part.id for part in house.parts("server-0")]
         silent, other = (next(m for m in house.members if m.name == f"server-{k}") for k in (1, 2))
         hangs = house.tell("server-0", SeedTo(numbers, silent))

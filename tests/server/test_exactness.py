@@ -226,7 +226,7 @@ def test_who_comes_to_barriers_that_all_have_passed_is_in_the_rounds_again_with_
                     push()
             else:
                 push()
-                job._turns.clear()
+                job.barrier_turns.clear()
                 job.barrier("one")
                 for _ in range(3):
                     push()

@@ -25,15 +25,15 @@ def test_of_a_save_that_is_over_nothing_takes_up_memory(make_house: MakeHouse, t
     house = made(make_house, 1)
     files = slowly(house, "server-0")
     cut(house)
-    marks = house.servers["server-0"]._saving._marks
+    marks = house.servers["server-0"].saving.marks
     assert marks is not None
     slices = list(marks.slices)
     call = house.tell("server-0", WriteMarked(1, new_folder(tmp_path).url, "server-0.safetensors"))
     eventually(lambda: files and files[0].begun.is_set())
     push(house, 4)
-    assert any(one._kept is not None for one in slices)
+    assert any(one.kept is not None for one in slices)
     house.tell("server-0", EndSave(1))
-    eventually(lambda: not any(one._kept is not None for one in slices))
+    eventually(lambda: not any(one.kept is not None for one in slices))
     files[0].may.set()
     with pytest.raises(StoreError):
         call.wait(WAIT)
@@ -48,7 +48,7 @@ def test_a_writer_that_comes_late_lets_the_next_save_be(make_house: MakeHouse, t
     """It has taken a slice to write when its save is given up, and comes to the slice when that is marked again."""
     house = made(make_house, 1)
     cut(house)
-    marks = house.servers["server-0"]._saving._marks
+    marks = house.servers["server-0"].saving.marks
     assert marks is not None
     late = marks.next()
     assert late is not None
@@ -65,7 +65,7 @@ def test_a_disk_that_does_not_answer_stops_one_slice_and_nobody_else(
     """Without memory a slice is held while it is written: whoever reads what the coordinator says goes on."""
     monkeypatch.setattr(marks_module, "MARK_SECONDS", 0.05)
     house = made(make_house, 1)
-    house.servers["server-0"]._saving.most_bytes = 1
+    house.servers["server-0"].saving.most_bytes = 1
     files = slowly(house, "server-0")
     cut(house)
     call = house.tell("server-0", WriteMarked(1, new_folder(tmp_path).url, "server-0.safetensors"))

@@ -117,12 +117,12 @@ def test_when_all_have_heard_nothing_comes_from_who_was_the_primary(make_house: 
     replicated(house)
     numbers = [part.id for part in house.parts("server-0")]
     house.carry_out(replica_sets=[ReplicaSet(number, "server-1", ("server-0",)) for number in numbers], moves=True)
-    hosting = house.servers["server-1"]._hosting
+    hosting = house.servers["server-1"].hosting
     assert hosting.backups.was_of(numbers[0], "server-0")
     house.servers["server-1"].hear(Roster(house.generation, house.members, list(house.replica_sets.values()), []))
     assert not hosting.backups.was_of(numbers[0], "server-0")
     with pytest.raises(FencedError):
-        hosting._check_sender(Peer("server", "server-0", 1), numbers[0])
+        hosting.check_sender(Peer("server", "server-0", 1), numbers[0])
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -164,8 +164,8 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     change = house.change(replica_sets=[ReplicaSet(goes.id, other, (full,))], moves=True)
     house.prepare(change)
     begun = house.tell(full, change.install(house.members))
-    generations = house.servers[full]._changes()
-    eventually(lambda: generations._is_half_way)
+    generations = house.servers[full].reconfiguration()
+    eventually(lambda: generations.is_half_way)
     again = house.change(moves=True)
     house.holds(full, 0.01)
     prepared = house.tell(full, again.prepare())

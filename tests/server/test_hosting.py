@@ -48,7 +48,7 @@ def test_a_segment_that_is_hosted_twice_at_once_lies_in_one_place(make_house: Ca
     """Room takes long; the coordinator is dialled again meanwhile, and asks again. Workers map what it tells them."""
     house = make_house()
     server, num_made, waits = house.servers["server-0"], [0], threading.Event()
-    make = server._hosting.blocks.make
+    make = server.hosting.blocks.make
 
     def slowly(num_bytes: int) -> int:
         num_made[0] += 1
@@ -58,7 +58,7 @@ def test_a_segment_that_is_hosted_twice_at_once_lies_in_one_place(make_house: Ca
             waits.set()
         return make(num_bytes)
 
-    server._hosting.blocks.make = slowly  # type: ignore[method-assign]
+    server.hosting.blocks.make = slowly  # type: ignore[method-assign]
     parameters = [Parameter("x", "float32", (64,))]
     decision = house.registry.register("worker-0", True, 0, parameters, [RuleSpec("SGD", {"lr": 1.0})], "sum")
     assert decision.segment is not None
@@ -71,10 +71,10 @@ def test_a_segment_that_is_hosted_twice_at_once_lies_in_one_place(make_house: Ca
         thread.start()
     for thread in threads:
         thread.join(WAIT)
-    places = server._hosting.blocks
-    for number, slot in server._slices.items():
-        block, offset = places._places[number]
-        told = places._blocks[block].memory.array[offset : offset + slot.part.num_bytes]
+    places = server.hosting.blocks
+    for number, slot in server.slices.items():
+        block, offset = places.places[number]
+        told = places.blocks[block].memory.array[offset : offset + slot.part.num_bytes]
         told[:] = 7
         assert (slot.memory == 7).all(), f"slice {number} does not lie where workers read it"
 
@@ -135,9 +135,9 @@ def test_a_slice_that_is_hosted_anew_is_where_workers_read_it(make_house: Callab
     chief = house.workers["worker-0"]
     chief.ask("server-0", Upload(0, [number]), buffers=[values], payload_bytes=len(values)).wait(WAIT)
     house.carry_out(replica_sets=[ReplicaSet(part.id, "server-0") for part in segment.slices], moves=True)
-    hosting = house.servers["server-0"]._hosting
-    block, _ = hosting.blocks._places[number]
-    assert np.shares_memory(hosting.blocks._blocks[block].memory.array, hosting.slices[number].memory)
+    hosting = house.servers["server-0"].hosting
+    block, _ = hosting.blocks.places[number]
+    assert np.shares_memory(hosting.blocks.blocks[block].memory.array, hosting.slices[number].memory)
     assert (hosting.slices[number].memory == 1).all()
     assert number not in hosting.backups.backups
 

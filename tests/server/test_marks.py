@@ -161,7 +161,7 @@ def test_a_bound_on_memory_is_kept_and_updates_wait(
     monkeypatch.setattr(marks_module, "WORD_SECONDS", WAIT)
     watched = Watched(monkeypatch)
     house = made(make_house, 1)
-    house.servers["server-0"]._saving.most_bytes = most
+    house.servers["server-0"].saving.most_bytes = most
     then = cut(house)
     pushing = Waiting(lambda: push(house, 4))
     eventually(lambda: watched.marks[0].num_waited)
@@ -183,7 +183,7 @@ def test_memory_is_free_again_without_a_bound(
     push(house, 4)
     write(house.tell, ["server-0"], new_folder(tmp_path))
     assert watched.most == sum(len(each[0]) for each in then.values()) and watched.marks[0].memory.used == 0
-    assert all(one._kept is None for one in watched.marks[0].slices)
+    assert all(one.kept is None for one in watched.marks[0].slices)
 
 
 def test_without_memory_and_without_a_word_the_save_is_given_up_and_not_the_update(
@@ -191,7 +191,7 @@ def test_without_memory_and_without_a_word_the_save_is_given_up_and_not_the_upda
 ) -> None:
     monkeypatch.setattr(marks_module, "WORD_SECONDS", 0.05)
     house = made(make_house, 1)
-    house.servers["server-0"]._saving.most_bytes = 1
+    house.servers["server-0"].saving.most_bytes = 1
     cut(house)
     push(house, 4)
     with pytest.raises(StoreError, match="no memory left"):
@@ -232,14 +232,14 @@ class Slow:
 
 
 def slowly(house: House, server: str) -> list[Slow]:
-    saving, made_ = house.servers[server]._saving, []
-    opens = saving._open_writer
+    saving, made_ = house.servers[server].saving, []
+    opens = saving.open_writer
 
     def open_slow(*arguments: Any) -> Any:
         made_.append(Slow(opens(*arguments)))
         return made_[-1]
 
-    saving._open_writer = open_slow
+    saving.open_writer = open_slow
     return made_
 
 
@@ -258,7 +258,7 @@ def test_a_save_under_way_is_abandoned(make_house: MakeHouse, tmp_path: Any, how
         house.tell("server-0", EndSave(1))
         eventually(lambda: not hooks(house))
     else:
-        closing = Waiting(house.servers["server-0"]._saving.close)
+        closing = Waiting(house.servers["server-0"].saving.close)
     push(house, 4)
     files[0].may.set()
     with pytest.raises(StoreError, match="given up"):
@@ -306,8 +306,8 @@ def test_a_disk_that_is_full_in_the_middle(make_house: MakeHouse, tmp_path: Any)
                 raise StoreError(f"{name}: No space left on device")
             self.writer.write(name, data)
 
-    saving = house.servers["server-0"]._saving
-    opens, saving._open_writer = saving._open_writer, lambda *a: Full(opens(*a))
+    saving = house.servers["server-0"].saving
+    opens, saving.open_writer = saving.open_writer, lambda *a: Full(opens(*a))
     cut(house)
     folder = new_folder(tmp_path)
     with pytest.raises(StoreError, match="No space left"):

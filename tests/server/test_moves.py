@@ -119,7 +119,7 @@ def test_a_server_that_comes_late_gets_slices_and_takes_part(make_house: MakeHou
     for clock in (1, 2, 3):
         for call in [*one.commit_all(clock, x(1)), *two.commit_all(clock, x(10))]:
             call.wait(WAIT)
-    member = house._member("server", 1)
+    member = house.member("server", 1)
     house.members.append(member)
     house.start(member, late=True)
     house.sync_seats(segment)
@@ -140,7 +140,7 @@ def test_a_pull_in_the_moment_in_which_its_slice_goes_is_to_look_again(
     house.register(zeros())
     mine = [part.id for part in house.parts("server-0")]
     house.seed("server-0", "server-1")
-    hosting, (worker, _) = house.servers["server-0"]._hosting, two_of(house)
+    hosting, (worker, _) = house.servers["server-0"].hosting, two_of(house)
     calls, take_replica_sets = [], hosting.take_replica_sets
 
     def take_and_be_asked(*arguments: Any) -> Any:

@@ -60,7 +60,7 @@ def test_pulls_beyond_the_bound_in_all_wait_and_go_in_order() -> None:
     assert turns.went == ["a", "b", "c"] and turns.outgoing.num_waiting == 0 and turns.outgoing.num_bytes == 70
     turns.outgoing.pulled(two, 60)
     turns.outgoing.pulled(three, 10)
-    assert turns.outgoing.num_bytes == 0 and not turns.outgoing._accounts
+    assert turns.outgoing.num_bytes == 0 and turns.outgoing.num_accounts == 0
 
 
 def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
@@ -111,7 +111,7 @@ def test_what_a_lost_connection_waited_for_is_dropped() -> None:
     turns.outgoing.pulled(gone, 90)  # the send failed
     assert turns.went == ["gone", "other"]
     turns.outgoing.pulled(other, 90)
-    assert turns.outgoing.num_bytes == 0 and not turns.outgoing._accounts
+    assert turns.outgoing.num_bytes == 0 and turns.outgoing.num_accounts == 0
 
 
 @pytest.mark.parametrize("how", ["pulls", "commits", "both"])
@@ -185,7 +185,7 @@ def play(seed: int) -> None:
         outgoing.hold(reader, -held[reader])
     while going:
         outgoing.pulled(*going.pop())
-    assert (outgoing.num_bytes, outgoing.num_waiting, outgoing._accounts) == (0, 0, {}), seed
+    assert (outgoing.num_bytes, outgoing.num_waiting, outgoing.num_accounts) == (0, 0, 0), seed
 
 
 # -- with pulls that are real -----------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_pulls_that_wait_are_not_copied_and_all_are_answered(hosting: Callable[.
     assert all(target == bytes([1]) * 1000 for target in targets)
     there.senders.shutdown()  # whoever has sent counts it after that
     assert there.pulls.outgoing.num_bytes == there.pulls.outgoing.num_waiting == 0
-    assert there.pulls.outgoing._accounts == {}
+    assert there.pulls.outgoing.num_accounts == 0
 
 
 def test_a_pull_that_cannot_be_copied_gives_its_room_back(hosting: Callable[..., Hosting]) -> None:
@@ -303,7 +303,7 @@ def test_a_pull_that_names_a_slice_again_and_again_is_not_copied(hosting: Callab
     call = there.worker("worker-2").call(Pull([0] * 100, None, True))
     assert "worker-2 has 100 MiB of answers outstanding" in there.service.ends.get(timeout=SECONDS)
     assert call.arrives(SECONDS)
-    assert there.slots[0].num_copies == 0 and there.pulls.outgoing._accounts == {}
+    assert there.slots[0].num_copies == 0 and there.pulls.outgoing.num_accounts == 0
 
 
 def test_a_worker_that_asks_and_does_not_read_is_cut_off(hosting: Callable[..., Hosting]) -> None:

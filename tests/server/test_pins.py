@@ -25,7 +25,7 @@ def registered(jobs: LocalJob) -> None:
 
 
 def server_of(job: Job) -> Any:
-    return job.exchange._endpoints["server-0"]
+    return job.exchange.routes.endpoints["server-0"]
 
 
 def push_in_thread(job: Job) -> threading.Thread:

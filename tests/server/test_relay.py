@@ -35,7 +35,7 @@ def ring(on: list[str], **settings: Any) -> Any:
 
 
 def relay_of(jobs: Any, name: str) -> HierarchicalReducer:
-    relay = jobs._process._servers[name]._ring.host_reducers._relay
+    relay = jobs.servers[name].ring.host_reducers._relay
     assert relay is not None
     return relay
 
@@ -240,14 +240,14 @@ def test_one_that_comes_to_a_host_takes_part(host: str) -> None:
 
         first = start(jobs, work, set())
         eventually(lambda: acknowledged.get("worker-0", 0) >= 2)
-        servers = jobs._process._servers
-        assert all(server._ring.host_reducers._relay is None for server in servers.values())
+        servers = jobs.servers
+        assert all(server.ring.host_reducers._relay is None for server in servers.values())
         late = jobs.add_worker("worker-2", on=host)
         for thread in [*first, *start([late], work, set())]:
             thread.join(PATIENCE)
         assert check_ledger(late, acknowledged)[:3] == [30, 30, 5]
-        eventually(lambda: "server-2" in servers["server-0"]._ring.voting.votes.voters)
-        assert all(server._ring.host_reducers._relay is not None for server in servers.values())
+        eventually(lambda: "server-2" in servers["server-0"].ring.voting.votes.voters)
+        assert all(server.ring.host_reducers._relay is not None for server in servers.values())
         check_all_equal(jobs)
 
 
@@ -261,5 +261,5 @@ def test_two_that_are_left_on_two_hosts_go_straight() -> None:
         for thread in threads[::2]:
             thread.join(PATIENCE)
         assert check_ledger(jobs[0], acknowledged)[:3:2] == [20, 20]
-        assert all(server._ring.host_reducers._relay is None for server in jobs._process._servers.values())
+        assert all(server.ring.host_reducers._relay is None for server in jobs.servers.values())
         check_all_equal(jobs)

@@ -38,7 +38,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
         places = relay_of(jobs, "server-0")._adding.laid.places
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
-        waits = jobs._process._servers["server-0"].beat
+        waits = jobs.servers["server-0"].beat
         eventually(lambda: {name for wait in waits().waits for name in wait.for_whom} == {"server-1"})
         for request in late:
             request.reply(Done())
@@ -92,11 +92,11 @@ def test_what_comes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
     with ring(AABB, slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
-        server = jobs._process._servers["server-0"]
-        host_reducers, relay = server._ring.host_reducers, relay_of(jobs, "server-0")
+        server = jobs.servers["server-0"]
+        host_reducers, relay = server.ring.host_reducers, relay_of(jobs, "server-0")
         known = (relay.generation, 99)
-        mine = next(iter(server._slices))
-        theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
+        mine = next(iter(server.slices))
+        theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
         carrier = relay._deputies.of(mine)["b"]
         other = next(name for name in ("server-2", "server-3") if name != carrier)
 
@@ -114,7 +114,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
             with pytest.raises(ProtocolError):
                 buffers_for(name, message)
         with pytest.raises(ProtocolError, match="only servers"):
-            server._ring.host_reducers and server.buffers_for(
+            server.ring.host_reducers and server.buffers_for(
                 type("P", (), {"name": "worker-1", "role": "worker"})(), HostSum(*known, mine), 512
             )
 
@@ -122,20 +122,19 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
 def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() -> None:
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
-        server, relay = jobs._process._servers["server-0"], relay_of(jobs, "server-0")
-        known, mine = (relay.generation, 99), next(iter(server._slices))
-        members = jobs._process.coordinator.membership.state.members
+        server, relay = jobs.servers["server-0"], relay_of(jobs, "server-0")
+        known, mine = (relay.generation, 99), next(iter(server.slices))
+        members = jobs.coordinator.membership.state.members
         far, near = (
-            jobs._process._servers[name]._hosting.partner(members["server-0"]).connect()
-            for name in ("server-2", "server-1")
+            jobs.servers[name].hosting.partner(members["server-0"]).connect() for name in ("server-2", "server-1")
         )
-        theirs = next(n for n, b in server._hosting.backups.backups.items() if b.primary == "server-1")
+        theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
         with pytest.raises(ProtocolError, match="without its bytes"):
             far.call(HostSum(*known, mine)).wait(PATIENCE)
-        server._ring.host_reducers._lent[relay.generation]["server-1"].pop(theirs)
+        server.ring.host_reducers._lent[relay.generation]["server-1"].pop(theirs)
         with pytest.raises(ProtocolError, match="without its bytes"):
             near.call(WholeSum(*known, theirs)).wait(PATIENCE)
-        relay._most_kept, size = 2, server._slices[mine].part.num_bytes
+        relay._most_kept, size = 2, server.slices[mine].part.num_bytes
         for number in range(99, 102):
             message = HostSum(relay.generation, number, mine)
             call = far.call(message, buffers=[memoryview(bytes(size))], payload_bytes=size)
@@ -150,15 +149,15 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
 def test_what_comes_before_its_generation_waits_for_it() -> None:
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
-        server = jobs._process._servers["server-0"]
+        server = jobs.servers["server-0"]
         host_reducers, before, mine = (
-            server._ring.host_reducers,
+            server.ring.host_reducers,
             relay_of(jobs, "server-0"),
-            next(iter(server._slices)),
+            next(iter(server.slices)),
         )
-        member = jobs._process.coordinator.membership.state.members["server-0"]
-        endpoint = jobs._process._servers["server-2"]._hosting.partner(member).connect()
-        calls, size = [], server._slices[mine].part.num_bytes
+        member = jobs.coordinator.membership.state.members["server-0"]
+        endpoint = jobs.servers["server-2"].hosting.partner(member).connect()
+        calls, size = [], server.slices[mine].part.num_bytes
         for generation in (before.generation - 1, before.generation + 1, before.generation + 2):
             message, bytes_ = HostSum(generation, 9, mine), memoryview(bytes(size))
             calls.append(endpoint.call(message, buffers=[bytes_], payload_bytes=size))
@@ -175,12 +174,12 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
 def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> None:
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
-        first, second = (jobs._process._servers[f"server-{rank}"] for rank in range(2))
-        member = jobs._process.coordinator.membership.state.members["server-1"]
-        endpoint = first._hosting.partner(member).connect()
+        first, second = (jobs.servers[f"server-{rank}"] for rank in range(2))
+        member = jobs.coordinator.membership.state.members["server-1"]
+        endpoint = first.hosting.partner(member).connect()
         generation = relay_of(jobs, "server-0").generation
         with pytest.raises(ProtocolError):
             endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="did not come"):
             endpoint.call(ShareSums(generation + 1, 4096, [])).wait(PATIENCE)
-        assert generation + 1 not in second._ring.host_reducers._lent
+        assert generation + 1 not in second.ring.host_reducers._lent

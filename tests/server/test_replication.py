@@ -151,8 +151,8 @@ def test_backups_are_equal_where_slices_live_on_a_device(make_house: MakeHouse) 
 
 def test_a_clipped_round_is_the_same_on_both(make_house: MakeHouse) -> None:
     house = make_house(1, 2, replicas=2)
-    house.start(house._member("server", 1))
-    house.members.append(house._member("server", 1))
+    house.start(house.member("server", 1))
+    house.members.append(house.member("server", 1))
     house.register(X, "Adam", "mean", lr=0.1)
     house.seed("server-0", "server-1")
     for clock in range(1, 20):
@@ -329,9 +329,9 @@ def test_a_worker_that_pushes_while_a_slice_is_seeded_does_not_wait_for_the_back
     """Until the seed is acknowledged the primary acknowledges alone; what it applied meanwhile follows in order."""
     house = make_house(2, 1, replicas=2)
     house.register(X, "SGD", lr=1.0, momentum=0.5)
-    backups = house.servers["server-1"]._hosting.backups
-    go, take = threading.Event(), backups._take_seed
-    monkeypatch.setattr(backups, "_take_seed", lambda *args: go.wait(WAIT) and take(*args))
+    backups = house.servers["server-1"].hosting.backups
+    go, take = threading.Event(), backups.take_seed
+    monkeypatch.setattr(backups, "take_seed", lambda *args: go.wait(WAIT) and take(*args))
     numbers = [part.id for part in house.parts("server-0")]
     seeding = Waiting(lambda: house.seed("server-0", "server-1", numbers))
     eventually(lambda: house.slot("server-0", numbers[0]).replicas)
@@ -352,12 +352,12 @@ def test_only_the_primary_of_a_slice_may_say_what_happens_to_it(make_house: Make
     house.seed("server-0", "server-1", [number])
     slot = house.slot("server-0", number)
     # The replica sets change behind its back: another server is the primary now.
-    house.servers["server-1"]._hosting._replica_sets[number] = ReplicaSet(number, "server-2", ("server-1",))
+    house.servers["server-1"].hosting.replica_sets[number] = ReplicaSet(number, "server-2", ("server-1",))
     call = house.workers["worker-0"].commit("server-0", 1, ones())
     assert not call.arrives(0.1) and slot.state.version == 0
     eventually(lambda: [line for line in house.lines if "refuses updates from here" in line])
     with pytest.raises(FencedError, match="is not the primary of slice"):
-        house.servers["server-1"]._hosting._check_sender(slot.replicas[0].partner.current().peer, number)
+        house.servers["server-1"].hosting.check_sender(slot.replicas[0].partner.current().peer, number)
 
 
 def test_primary_and_backup_change_places(make_house: MakeHouse) -> None:

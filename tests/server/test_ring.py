@@ -31,8 +31,8 @@ def test_every_server_has_every_slice_bit_by_bit(workers: int, way: str) -> None
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged)[:workers] == [STEPS] * workers
         check_way(jobs, way, workers)
-        servers = jobs._process._servers.values()
-        assert all(len(server._slices) for server in servers), "all sum up a part"
+        servers = jobs.servers.values()
+        assert all(len(server.slices) for server in servers), "all sum up a part"
 
 
 class Net(torch.nn.Module):
@@ -116,18 +116,18 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
         is_kept.set()
         go.set()
         eventually(lambda: kept)
-        numbers = {n for server in jobs._process._servers.values() for n in server._slices}
+        numbers = {n for server in jobs.servers.values() for n in server.slices}
         held_everywhere = lambda: all(  # noqa: E731
-            len(server._hosting.backups.numbers())
-            == len([1 for b in server._hosting.backups.backups.values() if b.held])
-            for server in jobs._process._servers.values()
+            len(server.hosting.backups.numbers())
+            == len([1 for b in server.hosting.backups.backups.values() if b.held])
+            for server in jobs.servers.values()
         )
         eventually(held_everywhere)
         versions = {slot.state.version for slots in copies(jobs).values() for slot in slots.values()}
         assert versions == {1} and numbers and not acknowledged
 
         def named() -> set[str]:
-            return {name for wait in jobs._process._servers["server-0"].beat().waits for name in wait.for_whom}
+            return {name for wait in jobs.servers["server-0"].beat().waits for name in wait.for_whom}
 
         eventually(lambda: named() == {"server-1"})  # whose vote it is
         is_kept.clear()
@@ -142,7 +142,7 @@ def test_nobody_applies_a_round_before_all_have_voted(monkeypatch: pytest.Monkey
 def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """Held by all who are left it counts, with what the dead one brought; else those who are there make it again."""
     stops = threading.Event()
-    vote, hold = Voting.held, Backups._hold
+    vote, hold = Voting.held, Backups.hold
 
     def held(self: Any, work: Any) -> None:
         if stops.is_set() and at == "everyone holds it":
@@ -156,7 +156,7 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
         return hold(self, backup, request, message, ballot, voting)
 
     monkeypatch.setattr(Voting, "held", held)
-    monkeypatch.setattr(Backups, "_hold", holds)
+    monkeypatch.setattr(Backups, "hold", holds)
     with local_job(workers=3, exchange="ring", slice_bytes=64, **WAYS["straight"]) as jobs:
         acknowledged: dict[str, int] = {}
         gone: set[str] = set()
@@ -175,12 +175,12 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
         passed.wait(PATIENCE)
         stops.set()
         go.set()
-        servers = jobs._process._servers
+        servers = jobs.servers
 
         def is_there() -> bool:
             wanted = {"server-0", "server-1", "server-2"} if at == "everyone holds it" else {"server-1"}
             return all(
-                all(backup.held for backup in servers[name]._hosting.backups.backups.values()) for name in wanted
+                all(backup.held for backup in servers[name].hosting.backups.backups.values()) for name in wanted
             )
 
         eventually(is_there)

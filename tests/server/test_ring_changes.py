@@ -44,8 +44,8 @@ def test_a_process_that_dies_costs_nobody_a_step(victim: int, way: str) -> None:
         assert [counts[rank] for rank in left] == [50, 50]
         check_all_equal(jobs)
         check_way(jobs, way, 2)
-        lone = jobs._process._servers.values()
-        assert {name for server in lone for name in server._ring.voting.votes.voters} == {f"server-{r}" for r in left}
+        lone = jobs.servers.values()
+        assert {name for server in lone for name in server.ring.voting.votes.voters} == {f"server-{r}" for r in left}
 
 
 def join_late(jobs: Any) -> None:
@@ -68,7 +68,7 @@ def join_late(jobs: Any) -> None:
 def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         join_late(jobs)
-        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
+        eventually(lambda: "server-2" in jobs.servers["server-0"].ring.voting.votes.voters)
         check_all_equal(jobs)
         check_way(jobs, way, 3)
 
@@ -79,7 +79,7 @@ def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch:
     install, refused = ServerReconfiguration._install, []
 
     def late(self: Any, request: Any, message: Any) -> None:
-        hold, known = self._hold, self._hosting._replica_sets
+        hold, known = self._hold, self._hosting.replica_sets
         replica_sets = hold.message.replica_sets if hold is not None else ()
         moved = {
             replica_set.primary
@@ -136,7 +136,7 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         assert np.array_equal(found["here"], found["there"]) and second
         assert list(np.asarray(found["here"])[[0, 2]].sum(axis=1)) == [60, 60]
         assert np.asarray(found["here"])[1, 20:].sum() == 10
-        eventually(lambda: "server-1" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
+        eventually(lambda: "server-1" in jobs.servers["server-0"].ring.voting.votes.voters)
         check_all_equal(jobs)
 
 
@@ -167,7 +167,7 @@ def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch
 
         threads = start(jobs, work, gone)
         eventually(lambda: acknowledged.get("worker-0", 0) >= 5)
-        assert not first or 0 in jobs._process._servers[first]._slices
+        assert not first or 0 in jobs.servers[first].slices
         late = jobs.add_worker("worker-2")
         eventually(begun.is_set)
         kill(jobs, victim, gone)
@@ -186,7 +186,7 @@ def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch
 def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """It does not hold a sum when it is released from its replica set: the primary must not take that for a vote,
     and apply what the others then drop."""
-    stops, hold = threading.Event(), Backups._hold
+    stops, hold = threading.Event(), Backups.hold
 
     def holds(self: Any, backup: Any, request: Any, message: Any, ballot: Any, voting: Any) -> bool:
         if stops.is_set() and (voting._name, request.peer.name) == ("server-1", "server-2"):
@@ -203,7 +203,7 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
         if stops.is_set() and self.name == "server-2":
             threading.Event().wait(0.1)  # whatever that has let loose comes to its end
 
-    monkeypatch.setattr(Backups, "_hold", holds)
+    monkeypatch.setattr(Backups, "hold", holds)
     monkeypatch.setattr(hosting.Hosting, "release_backups", releases)
     with local_job(workers=3, exchange="ring", slice_bytes=64, **WAYS["straight"]) as jobs:
         acknowledged: dict[str, int] = {}
@@ -223,10 +223,10 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
         passed.wait(PATIENCE)
         stops.set()
         go.set()
-        servers = jobs._process._servers
+        servers = jobs.servers
         asked += [servers["server-0"], servers["server-1"]]
         eventually(lambda: {name for w in servers["server-0"].beat().waits for name in w.for_whom} == {"server-2"})
-        jobs._process._links["server-1"].call(Retire(), PATIENCE)
+        jobs.process.links["server-1"].call(Retire(), PATIENCE)
         stops.clear()
         for thread in threads:
             thread.join(PATIENCE)
@@ -249,8 +249,8 @@ def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:
                 job.kv.push({"x": np.ones(4, np.float32)}).wait()
 
         jobs.run(work)
-        servers = jobs._process._servers.values()
-        assert sorted(len(server._slices) for server in servers) == [0, 1]
+        servers = jobs.servers.values()
+        assert sorted(len(server.slices) for server in servers) == [0, 1]
         for server in servers:
             answer = server._generations._prepared(Prepare(99, [], [], False, []))
             assert answer.is_primary and {s.clock for s in answer.standings} == {3} and answer.holds is None
@@ -285,7 +285,7 @@ def test_the_last_one_goes_on_alone(sums: str) -> None:
 def test_what_was_dropped_and_fails_late_takes_nothing_from_what_is_made_anew() -> None:
     """The same commit, in a round that counts nowhere and in the one that takes its place."""
     with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
-        flow = jobs._process._servers["server-0"].commits.flow
+        flow = jobs.servers["server-0"].commits.flow
         commit = Commit("worker-0", 1, 7, StagedCommit(1, 0, 0))
         dropped, repeated = (
             RoundTask((commit,), (), commit, parse_policy("sync"), lambda work: None) for _ in range(2)
@@ -307,7 +307,7 @@ def test_when_all_have_ended_the_verdict_says_so_and_what_helps(monkeypatch: pyt
     with pytest.raises(JobFailed, match="every process"), local_job(2, exchange="ring", most_workers=3) as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
         monkeypatch.setattr(hosting, "supply", never)
-        membership = jobs._process.coordinator.membership
+        membership = jobs.coordinator.membership
         late = jobs.add_worker("worker-2")
         for number in (0, 1):
             kill(jobs, number, set())

@@ -43,7 +43,7 @@ def between(jobs: Any) -> dict[int, list[int]]:
 
 
 def _ends(jobs: Any) -> Any:
-    for name, endpoints in jobs._process._endpoints.items():
+    for name, endpoints in jobs.process.endpoints.items():
         for end in endpoints:
             others = (name, end.peer.name)
             if "coordinator" not in others and rank_of(name) != rank_of(end.peer.name):
@@ -153,13 +153,13 @@ def test_one_that_comes_changes_the_way_that_slices_go() -> None:
 
         first = start(jobs, work, set())
         eventually(lambda: acknowledged.get("worker-0", 0) >= 3)
-        assert all(server._staging.copies.slots() for server in jobs._process._servers.values())
+        assert all(server.staging.copies.slots() for server in jobs.servers.values())
         late = jobs.add_worker("worker-2")
         for thread in [*first, *start([late], work, set())]:
             thread.join(PATIENCE)
         assert check_ledger(late, acknowledged)[:3] == [40, 40, 5]
-        eventually(lambda: "server-2" in jobs._process._servers["server-0"]._ring.voting.votes.voters)
-        assert not any(server._staging.copies.slots() for server in jobs._process._servers.values())
+        eventually(lambda: "server-2" in jobs.servers["server-0"].ring.voting.votes.voters)
+        assert not any(server.staging.copies.slots() for server in jobs.servers.values())
         check_all_equal(jobs)
 
 
@@ -202,20 +202,20 @@ def test_a_round_made_anew_with_a_codec_is_the_same_bytes(monkeypatch: pytest.Mo
         dead = np.asarray(jobs[0].kv.pull(["dead"])["dead"]).copy()
         stops.set()
         go.set()
-        servers = jobs._process._servers
+        servers = jobs.servers
         wanted = {"server-0", "server-1", "server-2"} if at == "nobody has voted" else {"server-1"}
-        eventually(lambda: all(b.held for name in wanted for b in servers[name]._hosting.backups.backups.values()))
+        eventually(lambda: all(b.held for name in wanted for b in servers[name].hosting.backups.backups.values()))
         kill(jobs, 2, gone)
         stops.clear()
         for thread in threads[:2]:
             thread.join(PATIENCE)
         found = {name: np.asarray(value) for name, value in jobs[0].kv.pull(["left", "dead"]).items()}
-        kept = [jobs[rank].kv._exchange.encoder.take().get("left", 0) for rank in range(2)]
+        kept = [jobs[rank].exchange.encoder.take().get("left", 0) for rank in range(2)]
         assert np.any(kept[0])
         assert np.array_equal(found["left"] + kept[0] + kept[1], pushes[0].sum(0) + pushes[1].sum(0))
         assert np.array_equal(found["dead"], dead) == (at != "nobody has voted")
         assert not any(sum_up() for sum_up in late), "a sum that comes too late is for nothing"
-        assert not any(b.held for server in servers.values() for b in server._hosting.backups.backups.values())
+        assert not any(b.held for server in servers.values() for b in server.hosting.backups.backups.values())
         assert bool(late) == (at != "nobody has voted")
         check_all_equal(jobs)
 
@@ -227,10 +227,10 @@ def test_a_commit_needs_the_bytes_of_spread_slices_everywhere() -> None:
     """Whoever is not the primary would sum up what it does not have."""
     with local_job(workers=2, exchange="ring", slice_bytes=64, transport="tcp") as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
-        server = jobs._process._servers["server-1"]
-        mine = sorted(server._slices)
-        assert mine and server._hosting.backups.numbers() == server._staging.copies.numbers - set(mine)
-        endpoint = jobs[0].kv._exchange._endpoints["server-1"]
+        server = jobs.servers["server-1"]
+        mine = sorted(server.slices)
+        assert mine and server.hosting.backups.numbers() == server.staging.copies.numbers - set(mine)
+        endpoint = jobs[0].exchange.routes.endpoints["server-1"]
         stage = Stage(1, 1, 0, ((0, 1),), 1.0, False, None, [], mine, None, False, [])
         views = [memoryview(bytes(64))] * len(mine)
         endpoint.call(stage, buffers=views, payload_bytes=64 * len(mine)).wait(PATIENCE)
@@ -241,10 +241,10 @@ def test_a_commit_needs_the_bytes_of_spread_slices_everywhere() -> None:
 def test_a_server_that_lies_about_a_sum_is_closed() -> None:
     with local_job(workers=3, exchange="ring", slice_bytes=64, transport="tcp", pull_codec="bf16") as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(48, np.float32)}, Rule("Add")))
-        server = jobs._process._servers["server-1"]
-        backups: Backups = server._hosting.backups
+        server = jobs.servers["server-1"]
+        backups: Backups = server.hosting.backups
         number, backup = next(iter(sorted(backups.backups.items())))
-        ballot = Ballot(server._ring.voting.votes.generation, "worker-0", 1, 1)
+        ballot = Ballot(server.ring.voting.votes.generation, "worker-0", 1, 1)
 
         def lie(codec: str, sizes: list[int]) -> Replicate:
             return Replicate(number, 0, [], [], [0], [], 1.0, ballot=ballot, codec=codec, sizes=sizes)
@@ -254,8 +254,8 @@ def test_a_server_that_lies_about_a_sum_is_closed() -> None:
             with pytest.raises(FrameError):
                 backups.buffers_for(peer, lie(codec, sizes))
         assert [len(b) for b in backups.buffers_for(peer, lie("bf16", [32]))] == [32]
-        primary = jobs._process._servers[backup.primary]
-        partner = primary._hosting.partner(jobs._process.coordinator.membership.state.members["server-1"])
+        primary = jobs.servers[backup.primary]
+        partner = primary.hosting.partner(jobs.coordinator.membership.state.members["server-1"])
         endpoint = partner.connect()
         endpoint.call(lie("bf16", [31]), buffers=[memoryview(bytes(31))], payload_bytes=31)
         eventually(lambda: not endpoint.is_open)
@@ -291,17 +291,17 @@ def test_a_sum_that_comes_late_is_not_written_over_one_of_a_later_round() -> Non
     server sums it up itself, where those bytes would have been put."""
     with local_job(workers=3, exchange="ring", slice_bytes=64, transport="tcp") as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(96, np.float32)}, Rule("Add"), reduce="sum"))
-        server = jobs._process._servers["server-1"]
-        backups, voting = server._hosting.backups, server._ring.voting
+        server = jobs.servers["server-1"]
+        backups, voting = server.hosting.backups, server.ring.voting
         number, backup = next((n, b) for n, b in sorted(backups.backups.items()) if b.primary == "server-0")
-        assert number not in server._staging.copies.numbers, "by its primary"
+        assert number not in server.staging.copies.numbers, "by its primary"
         late = Replicate(number, 0, [], [], [0], [], 1.0, ballot=Ballot(voting.votes.generation, "worker-0", 1, 1))
         peer = type("P", (), {"name": "server-0"})()
         (reading,) = backups.buffers_for(peer, late)
         assert np.shares_memory(np.frombuffer(reading, np.uint8), own_region(backup, backup.slot).array)
         kill(jobs, 2, set())
         eventually(lambda: voting.votes.voters == {"server-0", "server-1"})
-        eventually(lambda: number in server._staging.copies.numbers)
+        eventually(lambda: number in server.staging.copies.numbers)
         assert backups.backups[number] is backup
         mine = own_region(backup, backup.slot).array
         (again,) = backups.buffers_for(peer, late)
@@ -316,7 +316,7 @@ def test_a_copy_that_is_being_written_is_not_taken_for_whole(monkeypatch: pytest
     with local_job(workers=2, exchange="ring", slice_bytes=64, **WAYS["by host leaders"]) as jobs:
         jobs.run(lambda job: job.kv.register({"x": np.zeros(64, np.float32)}, Rule("Add")))
         for name, slots in copies(jobs).items():
-            for number in jobs._process._servers[name]._hosting.backups.numbers():
+            for number in jobs.servers[name].hosting.backups.numbers():
                 slot = slots[number]
                 apply = slot.rules.apply
 

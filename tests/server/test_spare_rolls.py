@@ -147,7 +147,7 @@ def test_a_server_is_alone_again_when_the_other_has_left(make_house: MakeHouse) 
     house.kill("server-1")
     server.hear(Roster(house.generation - 1, house.members, list(house.replica_sets.values())))
     assert not rounds.is_alone, "an old roster"
-    assert {member.name for member in server._hosting.servers()} == {"server-0", "server-1"}
+    assert {member.name for member in server.hosting.servers()} == {"server-0", "server-1"}
     server.hear(Roster(house.generation, house.members, list(house.replica_sets.values())))
     assert rounds.is_alone and rounds.decides
     server.hear(Roster(house.generation, members, list(house.replica_sets.values())))

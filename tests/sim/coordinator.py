@@ -333,7 +333,7 @@ class Coordinator(AtBarriers):
             self._wait(0.2)
             return
         if "enter_one_server" in self.job.bugs:
-            first: Prepared = change._answers[next(iter(change.servers))]
+            first: Prepared = change.answers[next(iter(change.servers))]
             turn = max([(change.phase, 0), *(s.turn() for s in first.standings)])
             change.turn = lambda: turn  # type: ignore[method-assign]
         if self.job.bugs & {"settle_by_most", "settle_by_any"}:

@@ -38,7 +38,7 @@ class Handing(Planning):
             (number, epoch.todo, list(epoch.leases.values()))
             for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
         ]
-        return f" leases {leases} asking {self.desk.asking} recalled {self.desk.leasing._recalled}"
+        return f" leases {leases} asking {self.desk.asking} recalled {self.desk.leasing.recalled}"
 
     # -- what workers say ---------------------------------------------------------------------------------
 

@@ -368,7 +368,7 @@ def processes_ledger(state: Any, processes: dict[str, Any], number: int) -> Iter
 
 def settled_otherwise(change: Reconfiguration, bugs: Iterable[str]) -> list[tuple[str, int, int]]:
     """A planted bug: a round counts that most hold, or any, and not all."""
-    answers = [{(n, i): c for n, i, c in a.holds} for a in change._answers.values() if a.holds is not None]
+    answers = [{(n, i): c for n, i, c in a.holds} for a in change.answers.values() if a.holds is not None]
     if not answers:
         return Reconfiguration.settle(change)
     place = len(answers) // 2 if "settle_by_most" in bugs else 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncline.store.averaging import _narrow, _wide
+from syncline.store.averaging import narrow, wide
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -14,9 +14,9 @@ def test_numbers_are_widened_and_rounded_as_torch_does(dtype: str) -> None:
     kind = getattr(torch, dtype)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(kind)
     data = values.view(torch.uint8).numpy()
-    wide = _wide(data, dtype)
-    assert np.array_equal(wide, values.double().numpy())
-    assert np.array_equal(_narrow(wide, dtype), data)
-    third = torch.from_numpy(wide / 3)
+    widened = wide(data, dtype)
+    assert np.array_equal(widened, values.double().numpy())
+    assert np.array_equal(narrow(widened, dtype), data)
+    third = torch.from_numpy(widened / 3)
     expected = third.float().to(kind) if dtype == "bfloat16" else third.to(kind)
-    assert np.array_equal(_narrow(wide / 3, dtype), expected.view(torch.uint8).numpy())
+    assert np.array_equal(narrow(widened / 3, dtype), expected.view(torch.uint8).numpy())

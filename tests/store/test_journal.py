@@ -124,7 +124,7 @@ def test_a_folder_that_is_not_there(path: pathlib.Path) -> None:
 def test_creation_that_fails_leaves_nothing_in_the_way(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full at the first start: after a clean-up the same command must work."""
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_TABLES", (*module._TABLES, "INSERT INTO nowhere VALUES (1)"))
+        patch.setattr(module, "TABLES", (*module.TABLES, "INSERT INTO nowhere VALUES (1)"))
         with pytest.raises(StoreError, match="cannot be written: no such table"):
             Journal.create(path, "a")
     assert not list(path.parent.iterdir())
@@ -324,7 +324,7 @@ def test_takeovers_under_fire(path: pathlib.Path, kept: Keep) -> None:
 
 def test_a_process_that_sits_on_the_file(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kept: Keep) -> None:
     """A coordinator stopped in the middle of a save holds the lock: the next says so and does not wait for ever."""
-    monkeypatch.setattr(module, "_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(module, "BUSY_SECONDS", 0.05)
     first = kept(Journal.create(path, "a"))
     stopped = sqlite3.connect(path, isolation_level=None)
     stopped.execute("BEGIN IMMEDIATE")

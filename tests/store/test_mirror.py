@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import fsspec
 import pytest
 from tests.store.made import Made, make
 
@@ -70,7 +71,7 @@ def test_a_store_out_of_reach_is_not_one_without_a_checkpoint(monkeypatch: pytes
     folder = open_folder("memory://out-of-reach")
     folder.write("manifest.json", b"x")
     assert folder.exists("manifest.json") and not folder.exists("other")
-    monkeypatch.setattr(type(folder._driver), "info", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", fail)
     with pytest.raises(StoreError, match="cannot be looked at"):
         folder.exists("manifest.json")
 

@@ -38,7 +38,7 @@ def trained(job: Job) -> torch.Tensor:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_ring_and_servers_give_the_same_parameters(workers: int) -> None:
     with local_job(workers, exchange="ring", slice_bytes=64) as job:
-        names = sorted(job._process.coordinator.membership.state.members)
+        names = sorted(job.coordinator.membership.state.members)
         ours = job.run(trained)
     assert names == [f"server-{k}" for k in range(workers)] + [f"worker-{k}" for k in range(workers)]
     with local_job(workers, slice_bytes=64) as job:
@@ -50,7 +50,7 @@ def test_a_ring_and_servers_give_the_same_parameters(workers: int) -> None:
 @pytest.mark.parametrize("name", ["worker-1", "server-1"])
 def test_who_dies_takes_the_other_member_of_its_process_along(name: str) -> None:
     with local_job(2, exchange="ring", slice_bytes=64) as job:
-        members = job._process.coordinator.membership.state.members
+        members = job.coordinator.membership.state.members
 
         def begin(one: Job) -> None:
             one.kv.register({"w": np.zeros(64, np.float32)}, Rule("SGD", lr=1.0))
@@ -69,7 +69,7 @@ def test_who_dies_takes_the_other_member_of_its_process_along(name: str) -> None
 def ask(job: Any, message: Any) -> Any:
     """As the launcher does."""
     left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
-    Endpoint(right, Stamp("job"), job._process.coordinator)
+    Endpoint(right, Stamp("job"), job.coordinator)
     endpoint = Endpoint(left, Stamp("job"))
     try:
         return endpoint.call(message).wait(SECONDS)
@@ -80,7 +80,7 @@ def ask(job: Any, message: Any) -> Any:
 def test_a_process_that_ended_was_both_members() -> None:
     """Also after its worker has left: its server was there still."""
     with local_job(3, exchange="ring") as job:
-        coordinator = job._process.coordinator
+        coordinator = job.coordinator
         ask(job, Died("worker-1", "was killed by SIGKILL"))
         assert "server-1" not in coordinator.membership.state.members
         assert set(coordinator.membership.awaited) == {"worker-1", "server-1"}
@@ -98,7 +98,7 @@ def test_scaling_goes_by_workers_and_the_launcher_starts_no_servers() -> None:
         ask(job, Scale(3, None))
         standings = ask(job, Watch())
         assert isinstance(standings, Standings) and standings.wanted == {"worker": 3}
-        assert job._process.coordinator.membership.state.wanted == {"worker": 3, "server": 3}
+        assert job.coordinator.membership.state.wanted == {"worker": 3, "server": 3}
         ask(job, Scale(1, None))
         standings = ask(job, Watch())
         assert standings.retiring == ["worker-1"], "its server leaves with it, by itself"

@@ -15,6 +15,7 @@ from syncline.launch import embedded
 from syncline.net.device_channel import DeviceChannel
 from syncline.server.storage import bytes_at
 from syncline.torch import carriers, optimizer
+from syncline.worker.checkpoint.rng_state import forget_seed
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,8 @@ def process_groups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_seed_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another test gave to torch.manual_seed or seed_everything is not this test's."""
     torch.manual_seed(1 << 60)
-    monkeypatch.setattr("syncline.torch.data._AT_IMPORT", 1 << 60)
-    monkeypatch.setattr("syncline.worker.checkpoint.rng_state._last_given", None)
+    monkeypatch.setattr("syncline.torch.data.SEED_AT_IMPORT", 1 << 60)
+    forget_seed()
 
 
 class SlowMark:

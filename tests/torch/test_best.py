@@ -43,7 +43,7 @@ def train(job: Job, *, num_epochs: int = 1, num_samples: int = 64, every: Any = 
 def run_to_the_end(job: LocalJob, **options: Any) -> list[str]:
     job.run(lambda one: train(one, **options))
     job.run(lambda one: one.close())
-    return list(job._process.coordinator.job.events)
+    return list(job.coordinator.job.events)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -107,7 +107,7 @@ def test_an_average_is_a_candidate(policy: str, tmp_path: pathlib.Path) -> None:
     with local_job(2, 2, policy, folder=str(tmp_path), **settings) as job:
         job.run(work)
         job.run(lambda one: one.close())
-        events = list(job._process.coordinator.job.events)
+        events = list(job.coordinator.job.events)
     found = manifests(where)
     for name, manifest in found.items():
         if "count" not in manifest.metrics:
@@ -174,7 +174,7 @@ def test_the_mean_of_the_last_may_be_the_best(tmp_path: pathlib.Path) -> None:
     with local_job(2, 2, folder=str(tmp_path), **settings) as job:
         job.run(work)
         job.run(lambda one: one.close())
-        events = list(job._process.coordinator.job.events)
+        events = list(job.coordinator.job.events)
     assert float(syncline.load_state_dict(where / "best")["count"]) == 4.5
     fact = checkpoints.pointed(open_folder(str(where)), "best")
     assert fact is not None
@@ -210,7 +210,7 @@ def test_with_local_steps_own_models_are_candidates(tmp_path: pathlib.Path) -> N
     with local_job(2, 2, folder=str(tmp_path), **settings) as job:
         job.run(work)
         job.run(lambda one: one.close())
-        events = list(job._process.coordinator.job.events)
+        events = list(job.coordinator.job.events)
     assert torch.equal(syncline.load_state_dict(where / "best")["values"], torch.full((3,), 9.0))
     fact = checkpoints.pointed(open_folder(str(where)), "best")
     assert fact is not None
@@ -257,7 +257,7 @@ def test_an_average_goes_on(dies: str, tmp_path: pathlib.Path) -> None:
 
 def watch_for(job: LocalJob, step: int, act: Callable[[], None]) -> None:
     """Acts when the job has validated at this step."""
-    best = job._process.coordinator.best_checkpoint
+    best = job.coordinator.best_checkpoint
     add_validation = best.add_validation
 
     def watched(over: Any) -> None:

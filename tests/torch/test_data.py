@@ -394,7 +394,7 @@ def test_bytes_sent_early_before_a_rest_count_after_it() -> None:
                 if number % 2 == 0:
                     opt.step()
                     opt.zero_grad()
-            assert job.exchange.early_bytes == 0 and (job.exchange._sender._sent or number == 6)
+            assert job.exchange.early_bytes == 0 and (job.debug_state().num_early_slices or number == 6)
         return model.weight.tolist(), job.step
 
     with local_job(workers=1, transport="tcp") as local:

@@ -187,7 +187,7 @@ def test_a_job_that_ends_after_such_a_loop_is_told_at_its_end() -> None:
         if job.is_chief:
             next(iter(loader))
         job.close()
-        return [text for text in job._noticed if "no step used them" in text]
+        return [text for text in job.debug_state().notices if "no step used them" in text]
 
     with local_job(workers=2) as jobs:
         chief, other = jobs.run(work)

@@ -101,7 +101,7 @@ def test_a_loop_without_steps_leaves_the_next_epoch_in_whole_rounds(tmp_path: pa
 
 def test_the_end_of_a_job_names_what_was_passed_over_and_set_aside(tmp_path: pathlib.Path) -> None:
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
-        coordinator = jobs._process.coordinator
+        coordinator = jobs.coordinator
         list(DataLoader(Numbers(7), 3, job=jobs[0], name="read"))
         iter(DataLoader(Numbers(12), 3, job=jobs[0], name="begun"))
         epoch = coordinator.leases.leasing.epoch("begun", 0)
@@ -121,8 +121,8 @@ def test_a_job_inside_one_process_forgets_what_is_done(
     monkeypatch.setattr(leases, "KEEP_SECONDS", 0.0)
     with local_job(workers=1, folder=str(tmp_path)) as jobs:
         jobs.run(lambda job: count_samples(job, 9, 20))
-        kept = jobs._process.coordinator.leases
-        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and len(kept._queue._used) < 10
+        kept = jobs.coordinator.leases
+        assert len(kept.leasing.state.epochs["loader-0"]) < 5 and jobs.coordinator.debug_state().num_unsaved_uses < 10
 
 
 def test_the_end_of_an_epoch_waits_for_no_beat(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_one_that_gets_what_is_left_does_not_wait_for_those_who_got_nothing(tmp_
     """Two have nothing to do and pause; then a third gives one sample back. Whoever gets it steps in a phase of its
     own, and the other, which waits for the end of the epoch, steps no more: waited for, it would wait for ever."""
     with local_job(workers=3, folder=str(tmp_path)) as jobs:
-        asking = jobs._process.coordinator.leases._queue.asking
+        asking = jobs.coordinator.leases.queue.asking
 
         def work(job: Job) -> None:
             job.kv.register({"counts": np.zeros(6)}, syncline.Rule("Add"), reduce="sum")
@@ -203,7 +203,7 @@ def test_an_evaluation_of_the_chief_alone_with_gradients_on_stops_nobody(
 
     with local_job(workers=2, folder=str(tmp_path)) as jobs:
         stop = threading.Event()
-        looking = threading.Thread(target=look_at, args=(jobs._process.coordinator.leases, stop))
+        looking = threading.Thread(target=look_at, args=(jobs.coordinator.leases, stop))
         looking.start()
         (chief, seen), (other, _) = jobs.run(work)
         stop.set()
@@ -272,7 +272,7 @@ def test_a_quarantined_worker_reads_nothing_that_others_could(policy: str, tmp_p
         looking.join()
         counts = jobs[0].kv.pull()["counts"]
         (epoch,) = jobs[0].stats().epochs or [None]
-        state = jobs._process.coordinator.leases.leasing.state
+        state = jobs.coordinator.leases.leasing.state
         told = [e.num_passed_over for epochs in state.epochs.values() for e in epochs.values()]
     assert (counts == -1).sum() == 400 - read and (counts == 0).sum() == read
     assert read < 300 and (epoch is None or epoch.num_passed_over == read or sum(told) == read)
@@ -281,7 +281,7 @@ def test_a_quarantined_worker_reads_nothing_that_others_could(policy: str, tmp_p
 def beat_for(jobs: Any, stop: threading.Event) -> None:
     """What heartbeats do between processes."""
     while not stop.wait(0.01):
-        coordinator = jobs._process.coordinator
+        coordinator = jobs.coordinator
         for job in jobs:
             with coordinator.job.lock:
                 coordinator.leases.note_heartbeat(job.name, job.reporting.beat())

@@ -25,7 +25,7 @@ def test_loaders_made_before_the_job_are_known_by_the_order_in_which_they_were_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Workers may read them in different order (a chief that evaluates first); one that is gone was counted too."""
-    monkeypatch.setattr(syncline.torch.data, "_made_before", [])
+    monkeypatch.setattr(syncline.torch.data, "made_before", [])
     first, second = DataLoader(Numbers(4), 2), DataLoader(Numbers(6), 2)
     DataLoader(Numbers(5), 2)
     third, named = DataLoader(Numbers(8), 2), DataLoader(Numbers(9), 2, name="named")

@@ -33,7 +33,8 @@ def test_names_are_the_models_or_the_optimizers_or_by_position() -> None:
         with local_job(workers=1) as jobs:
             DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model=given, job=jobs[0])
             assert sorted(jobs[0].kv.layout.where) == names
-            assert any("buffers are not synchronised" in text for text in jobs[0]._noticed) == (given is None)
+            notices = jobs[0].debug_state().notices
+            assert any("buffers are not synchronised" in text for text in notices) == (given is None)
 
 
 def test_clipping_by_hand_is_told_once_in_sync_with_several_workers() -> None:
@@ -48,7 +49,7 @@ def test_clipping_by_hand_is_told_once_in_sync_with_several_workers() -> None:
             if clips:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-        return sum("clip_grad_norm_ clips this worker's own" in text for text in job._noticed)
+        return sum("clip_grad_norm_ clips this worker's own" in text for text in job.debug_state().notices)
 
     for clips, workers, expected in ((True, 2, [1, 0]), (False, 2, [0, 0]), (True, 1, [0])):
         with local_job(workers=workers) as jobs:

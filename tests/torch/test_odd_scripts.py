@@ -124,7 +124,7 @@ def test_a_mask_of_minus_infinity_and_a_complex_buffer_are_no_obstacle() -> None
         backward(model)
         opt.step()
         assert model.mask[0, 1] == float("-inf")
-        assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0]._noticed)
+        assert any("1 buffers of a type that servers cannot host" in text for text in jobs[0].debug_state().notices)
 
 
 def change_and_train(job: Job | None, through_data: bool) -> torch.nn.Module:
@@ -166,7 +166,8 @@ def test_weights_that_are_loaded_before_the_first_step_count_in_rounds(policy: s
 
     with local_job(workers=2, policy=policy) as jobs:
         models = jobs.run(train)
-        assert any("has written to parameters" in text for text in jobs[0]._noticed) == (policy == "async")
+        notices = jobs[0].debug_state().notices
+        assert any("has written to parameters" in text for text in notices) == (policy == "async")
     for model in models:
         for one, other in zip(model.parameters(), NET.parameters(), strict=True):
             torch.testing.assert_close(one, other + 1 if policy == "sync" else other)
@@ -175,7 +176,7 @@ def test_weights_that_are_loaded_before_the_first_step_count_in_rounds(policy: s
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_later_change_that_does_not_count_is_said(through_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of weights that were exchanged for an evaluation, and put back."""
-    monkeypatch.setattr("syncline.torch.optimizer._LOOK_STEPS", 1)
+    monkeypatch.setattr("syncline.torch.optimizer.LOOK_STEPS", 1)
     with local_job(workers=2) as jobs:
 
         def train(job: Job) -> list[bool]:
@@ -192,7 +193,7 @@ def test_a_later_change_that_does_not_count_is_said(through_data: bool, monkeypa
                 backward(model)
                 opt.step()
                 opt.pull()
-                told.append(any("has written to parameters" in text for text in job._noticed))
+                told.append(any("has written to parameters" in text for text in job.debug_state().notices))
             return told
 
         assert jobs.run(train)[0] == [False, False, False, True]
@@ -242,7 +243,7 @@ def test_one_cycle_stays_at_its_end_where_a_worker_makes_more_steps() -> None:
             scheduler.step()
             rates.append(opt.param_groups[0]["lr"])
         assert rates[2:] == rates[2:3] * 4 and scheduler.last_epoch == 3
-        assert any("come to the end of its 3 steps" in text for text in jobs[0]._noticed)
+        assert any("come to the end of its 3 steps" in text for text in jobs[0].debug_state().notices)
         assert isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
         assert "notice" not in str(scheduler.state_dict().keys())
 

@@ -99,7 +99,7 @@ def test_a_plateaus_factor_is_the_inner_optimizers_alone() -> None:
         job = jobs[0]
         model = copy.deepcopy(LINEAR)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, job=job)
-        stop_rules = jobs._process.coordinator.stop_rules
+        stop_rules = jobs.coordinator.stop_rules
         stop_rules.state.number, stop_rules.state.factor = 1, 0.5
         stop_rules.announce()
         assert job.lr_factor == 0.5

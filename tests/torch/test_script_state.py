@@ -44,7 +44,7 @@ def made() -> Iterator[Callable[..., tuple[Job, Asker]]]:
         thread = current_in_thread(local[0])
         thread.__enter__()
         open_ones.append((whole, thread))
-        return local[0], Asker(local._process._endpoints["worker-0"][0])
+        return local[0], Asker(local.process.endpoints["worker-0"][0])
 
     yield make
     for whole, thread in reversed(open_ones):
@@ -61,6 +61,7 @@ class Script:
         self.model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
         inner = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.inner = inner
         self.opt = DistributedOptimizer(inner, model=self.model, job=job)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 1, gamma=0.5)
         self.loader = DataLoader(data or Numbers(), batch_size=2, shuffle=True, job=job, **options)
@@ -225,7 +226,7 @@ def test_local_steps_keep_their_optimizer_and_nothing_between_two_averages(made,
     resumed = Script(again)
     next(iter(resumed.loader))
     assert torch.equal(resumed.opt.state_dict()["state"][0]["momentum_buffer"], momentum[6])
-    assert resumed.opt.param_groups is resumed.opt._opt.param_groups and again.step == 6
+    assert resumed.opt.param_groups is resumed.inner.param_groups and again.step == 6
 
 
 def test_between_two_averages_it_is_no_boundary_without_a_loader_either(made):

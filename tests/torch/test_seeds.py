@@ -44,10 +44,10 @@ def test_the_seed_is_the_loaders_else_the_generators_else_the_scripts() -> None:
 def test_a_script_that_has_set_no_seed_has_the_order_of_seed_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch seeds itself with random bits; two runs of such a script still read in one order."""
     torch.manual_seed(1 << 60)
-    monkeypatch.setattr(data, "_AT_IMPORT", 1 << 60)
+    monkeypatch.setattr(data, "SEED_AT_IMPORT", 1 << 60)
     assert lists(shuffled()) == [order(50, 0, 0)]
     torch.manual_seed(7)
-    monkeypatch.setattr(data, "_AT_IMPORT", 7)
+    monkeypatch.setattr(data, "SEED_AT_IMPORT", 7)
     assert lists(shuffled()) == [order(50, 7, 0)], "set before our import"
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_comes_before_the_chief_waits_for_its_seed() -> None:
             threading.Timer(0.3, waits.set).start()
         loader = shuffled(job, seed=5 + job.rank)
         lists(loader)
-        return loader._seed
+        return loader.seed
 
     assert desk.run(work) == [5, 5]
 
@@ -109,7 +109,7 @@ def test_a_chief_that_does_not_read_this_loader_is_not_waited_for_for_ever(monke
     assert flat(train(shuffled(desk[1], seed=6), desk[1])) == order(50, 6, 0)
     assert flat(train(shuffled(desk[1], seed=8, name="own"), desk[1])) == order(50, 8, 0)
     again = shuffled(desk[0], seed=7)
-    assert train(again, desk[0]) == [] and again._seed == 6, "and then its seed counts for all"
+    assert train(again, desk[0]) == [] and again.seed == 6, "and then its seed counts for all"
 
 
 def test_the_seed_goes_on_with_the_journal_and_a_checkpoint() -> None:

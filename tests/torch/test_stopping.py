@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_max_steps_is_exact_in_sync(workers: int, most: int) -> None:
         assert all(counts.should_stop for counts in found)
         assert {counts.weight for counts in found} == {-0.125 * most}
         assert all(counts.seen == SAMPLES for counts in found), "an evaluation goes on working"
-        events = local._process.coordinator.job.events
+        events = local.coordinator.job.events
     assert f"training stops by --max-steps {most}: step {most}; {NEXT}" in events
     assert f"stopped by --max-steps {most}: step {most}" in events
 
@@ -115,7 +116,7 @@ def test_max_steps_counts_each_workers_own_local_steps() -> None:
 def test_what_data_processes_read_ahead_goes_back() -> None:
     with local_job(workers=2, max_steps=3) as local:
         found = local.run(train(num_workers=2))
-        leases = local._process.coordinator.membership.state.leases
+        leases = local.coordinator.membership.state.leases
         (epoch,) = leases.epochs["loader-1"].values()
         used = epoch.num_done + sum(lease.num_left for lease in epoch.leases.values())
     assert [counts.epochs for counts in found] == [[3, 0, 0, 0]] * 2
@@ -131,7 +132,7 @@ def test_a_rule_ends_all_loops_and_nobody_hangs(policy: str) -> None:
 
     with local_job(workers=3, policy=policy, stop=("score>=5",)) as local:
         found = local.run(train(epochs=50, metric=metric))
-        events = list(local._process.coordinator.job.events)
+        events = list(local.coordinator.job.events)
     assert all(counts.should_stop and sum(counts.epochs) < 50 * SAMPLES / 12 for counts in found)
     assert any(event.startswith("training stops by --stop 'score>=5': score = ") for event in events)
     assert all(counts.seen == SAMPLES for counts in found)
@@ -142,7 +143,7 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
     held, let_go = threading.Event(), threading.Event()
 
     with local_job(workers=2, policy="async") as local:
-        coordinator, alone = local._process.coordinator, []
+        coordinator, alone = local.coordinator, []
 
         def work(job: Job) -> int:
             model, optimizer, loader = made()
@@ -157,12 +158,13 @@ def test_one_that_waits_for_the_end_of_the_epoch_is_let_go() -> None:
             return count
 
         def fire() -> None:
-            queue = coordinator.leases._queue
+            queue = coordinator.leases.queue
             for _ in range(60_000):
                 if queue.somebody_waits:
                     break
                 held.wait(0.005)
-            coordinator.stop_rules._parsed = (coordinator.config, rules(stop=("x>0",)))
+            state = coordinator.membership.state
+            state.config = msgspec.structs.replace(state.config, stop=("x>0",))
             coordinator.metrics.add_merged({"x": 1.0}, 3)
             alone.append(let_go.wait(PATIENCE))  # while the other one still has its batch
             held.set()
@@ -194,7 +196,7 @@ def test_a_plateau_lowers_the_rate_first_and_the_script_sees_nothing_of_it(polic
     settings = {"stop": ("loss.plateau(3)",), "on_plateau": "lr*0.5, at most 2 times"}
     with local_job(workers=1, policy=policy, **settings) as local:
         ((first, last),) = local.run(work)
-        steering = local._process.coordinator.membership.state.steering
+        steering = local.coordinator.membership.state.steering
     assert (first, last) == (0.125, 0.125 * 0.25)
     assert steering.factor == 0.25 and steering.stop is not None and seen == [0.125]
 
@@ -204,9 +206,9 @@ def test_the_factor_is_on_a_schedulers_rate_and_on_kv_rules_and_on_local_steps()
         model, optimizer, loader = made(lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         batch = next(iter(loader))
-        local._process.coordinator.stop_rules.state.number += 1
-        local._process.coordinator.stop_rules.state.factor = 0.25
-        local._process.coordinator.stop_rules.announce()
+        local.coordinator.stop_rules.state.number += 1
+        local.coordinator.stop_rules.state.factor = 0.25
+        local.coordinator.stop_rules.announce()
         step(model, optimizer, batch)
         schedule.step()
         first = float(model.weight.detach()[0, 0])
@@ -220,9 +222,9 @@ def test_the_factor_is_on_a_schedulers_rate_and_on_kv_rules_and_on_local_steps()
         assert local.run(work) == [(-0.25, -0.125, 0.5)]
 
     def by_hand(job: Job) -> float:
-        local._process.coordinator.stop_rules.state.number += 1
-        local._process.coordinator.stop_rules.state.factor = 0.25
-        local._process.coordinator.stop_rules.announce()
+        local.coordinator.stop_rules.state.number += 1
+        local.coordinator.stop_rules.state.factor = 0.25
+        local.coordinator.stop_rules.announce()
         job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
         job.kv.push({"x": np.ones(4)}).wait()
         return float(job.kv.pull()["x"][0])
@@ -231,16 +233,16 @@ def test_the_factor_is_on_a_schedulers_rate_and_on_kv_rules_and_on_local_steps()
         assert local.run(by_hand) == [-0.25]
 
 
-def test_the_last_round_is_the_last_even_when_somebody_comes_late() -> None:
+def test_the_last_round_is_the_last_even_when_somebody_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers know the number, too: a round that one begins who does not know yet changes nothing."""
 
     def work(job: Job) -> tuple[float, int]:
         job.kv.register({"x": np.zeros(4)}, Rule("SGD", lr=1.0))
-        job.kv._commits = lambda committer: None
         for _ in range(5):
             job.kv.push({"x": np.ones(4)}).wait()
         return float(job.kv.pull()["x"][0]), job.step
 
+    monkeypatch.setattr(Job, "commits", lambda job, committer: None)
     with local_job(workers=2, max_steps=3) as local:
         assert local.run(work) == [(-3.0, 3), (-3.0, 3)]
 
@@ -272,7 +274,7 @@ def test_a_script_that_never_asks_is_ended(policy: str, by_kv: bool) -> None:
 
     with local_job(workers=2, policy=policy, max_steps=4) as local:
         assert local.run(work) == [None, None]  # type: ignore[comparison-overlap, func-returns-value]
-        events = list(local._process.coordinator.job.events)
+        events = list(local.coordinator.job.events)
     if policy == "sync":
         assert made_steps == [4, 4]
     else:  # each worker makes one step more at most
@@ -372,7 +374,7 @@ def test_a_job_that_was_stopped_hears_of_it_when_it_is_taken_up() -> None:
     with local_job(workers=1, stop=("loss.plateau(3)",), on_plateau="lr*0.5") as local:
         for _ in range(3):
             local[0].report(loss=1.0)
-        saved = local._process.coordinator.stop_rules.for_manifest()
+        saved = local.coordinator.stop_rules.for_manifest()
     state = from_checkpoint(saved, 5.0)
     assert [count.num_worse for count in state.plateaus.values()] == [2]
     assert Stopping(rules(stop=("loss.plateau(3)",)), state).state.stop is None
@@ -383,7 +385,7 @@ def test_reports_can_be_numbers_and_scalars_and_nothing_else(capsys: pytest.Capt
         job = local[0]
         weight = torch.ones((), requires_grad=True)
         job.report(a=1, b=2.5, c=np.float32(3), d=torch.tensor(4), e=torch.tensor([5.0]), f=weight * 6, g=np.ones(1))
-        values = local._process.coordinator.metrics.values()
+        values = local.coordinator.metrics.values()
         assert values == {"a": 1, "b": 2.5, "c": 3, "d": 4, "e": 5, "f": 6, "g": 1}
         for value, words in (
             (torch.ones(2), r"loss is a Tensor of shape \(2,\): it must be one number"),
@@ -400,7 +402,7 @@ def test_reports_can_be_numbers_and_scalars_and_nothing_else(capsys: pytest.Capt
                 job.report(**{name: 1.0})
         job.report(loss=float("nan"))
         job.report(loss=float("nan"))
-        assert "loss" not in local._process.coordinator.metrics.values()
+        assert "loss" not in local.coordinator.metrics.values()
     assert capsys.readouterr().err.count("worker-0 reports loss = nan at step 0: it is in no mean") == 1
 
 
@@ -417,7 +419,7 @@ def test_reports_are_weighted_by_the_samples_since_the_last() -> None:
 
     with local_job(workers=2, policy="async") as local:
         local.run(work)
-        assert local._process.coordinator.metrics.values()["loss"] == pytest.approx(8 / 12)
+        assert local.coordinator.metrics.values()["loss"] == pytest.approx(8 / 12)
 
 
 @pytest.mark.parametrize("by_validation", [False, True])

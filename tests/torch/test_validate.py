@@ -93,7 +93,7 @@ def test_every_sample_once_on_one_set_of_parameters(policy: str, tmp_path: pathl
     with local_job(3, 2, policy, folder=str(tmp_path)) as job:
         handles = job.run(lambda one: train(one, seen))
         job.run(lambda one: one.close())
-        readings = job._process.coordinator.metrics.newest
+        readings = job.coordinator.metrics.newest
     validations = seen.by_parameter()
     assert len(validations) == 2
     assert all(sorted(numbers) == list(range(50)) for numbers in validations.values())
@@ -136,7 +136,7 @@ def test_a_validated_metric_is_taken_from_validations_only(tmp_path: pathlib.Pat
         job[0].report(count=1000.0, other=1.0)
         job[0].measures.flush()
         job[0].barrier("reported")
-        assert job._process.coordinator.metrics.values() == {
+        assert job.coordinator.metrics.values() == {
             "count": 12.0,
             "mean": pytest.approx(24.5),
             "other": 1.0,
@@ -152,7 +152,7 @@ def test_named_sets_have_metrics_of_their_own(tmp_path: pathlib.Path) -> None:
 
     with local_job(2, 1, folder=str(tmp_path)) as job:
         job.run(work)
-        values = job._process.coordinator.metrics.values()
+        values = job.coordinator.metrics.values()
     assert (values["easy/size"], values["hard/size"]) == (10.0, 20.0)
 
 
@@ -186,7 +186,7 @@ def test_a_worker_that_dies_in_it_gives_back(policy: str, tmp_path: pathlib.Path
                 return
 
         job.run(work)
-        assert job._process.coordinator.metrics.values() == {"mean": pytest.approx(24.5)}
+        assert job.coordinator.metrics.values() == {"mean": pytest.approx(24.5)}
     for numbers in seen.by_parameter().values():
         assert sorted(numbers) == list(range(50))
 
@@ -195,7 +195,7 @@ def test_when_all_who_have_its_parameters_are_gone_it_is_made_anew(tmp_path: pat
     """In async the last one that reads dies when the others have gone on: nobody has these parameters any more."""
     seen, dead = Seen(), threading.Event()
     with local_job(2, 1, "async", folder=str(tmp_path)) as job:
-        state = job._process.coordinator.membership.state.validations
+        state = job.coordinator.membership.state.validations
 
         def work(one: Job) -> None:
             model = Counting()
@@ -221,8 +221,8 @@ def test_when_all_who_have_its_parameters_are_gone_it_is_made_anew(tmp_path: pat
 
         job.run(work)
         job.run(lambda one: one.close() if one.name != "worker-1" else None)
-        assert job._process.coordinator.membership.state.validations.num_given_up == 1
-        assert job._process.coordinator.metrics.values() == {"mean": pytest.approx(24.5)}
+        assert job.coordinator.membership.state.validations.num_given_up == 1
+        assert job.coordinator.metrics.values() == {"mean": pytest.approx(24.5)}
 
 
 def test_random_states_are_as_before(tmp_path: pathlib.Path) -> None:

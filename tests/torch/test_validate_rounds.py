@@ -48,7 +48,7 @@ def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monk
     monkeypatch.setattr(SaveService, "save_for_validation", lambda *of: threading.Timer(0.4, save, of).start())
     with local_job(2, 2, folder=str(tmp_path), checkpoint=str(tmp_path / "saves"), best="max:count") as job:
         assert job.run(work) == [6.0, 6.0]
-        events = list(job._process.coordinator.job.events)
+        events = list(job.coordinator.job.events)
     told = [line.split(":")[0] for line in events if line.startswith("validation at step")]
     assert told == [f"validation at step {number}" for number in (2, 4, 6)]
     assert asked and not any(asked)
@@ -67,5 +67,5 @@ def test_who_is_waited_for_in_a_round_stands_aside(tmp_path: pathlib.Path) -> No
         return validated.now()["count"]
 
     with local_job(2, 2, folder=str(tmp_path)) as job:
-        all_rounds = [server.commits.rounds for server in job._process._servers.values()]
+        all_rounds = [server.commits.rounds for server in job.servers.values()]
         assert job.run(work) == [1.0, 1.0]

@@ -14,7 +14,7 @@ from syncline.coordinator import saves
 from syncline.core.wire.checkpoints import Save
 from syncline.store.checkpoints import choose
 from syncline.store.folders import open_folder
-from syncline.testing.local import local_job
+from syncline.testing.local import LocalJob, local_job
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
 
@@ -64,7 +64,7 @@ class Between:
             time.sleep(0.2)
 
 
-def work(job: Any, between: Between) -> None:
+def work(jobs: LocalJob, job: Any, between: Between) -> None:
     torch.manual_seed(1)
     models = torch.nn.ModuleList([torch.nn.Linear(1, 40), torch.nn.Linear(1, 40)])
     opts = []
@@ -73,7 +73,7 @@ def work(job: Any, between: Between) -> None:
         opts.append(DistributedOptimizer(inner, model=models, job=job))
     for number, batch in enumerate(DataLoader(Numbers(), batch_size=2, job=job)):
         if number == 2 and job.rank == 0:
-            job._link.try_call(Save("a test"))
+            jobs.process.links[job.name].try_call(Save("a test"))
         for opt, model in zip(opts, models, strict=True):
             opt.zero_grad()
             model(batch).square().mean().backward()
@@ -88,7 +88,7 @@ def work(job: Any, between: Between) -> None:
 def test_two_commits_of_a_batch_are_both_in_a_save_or_neither(policy, tmp_path, monkeypatch):
     between = Between(monkeypatch, 2)
     with local_job(workers=2, servers=2, policy=policy, checkpoint=str(tmp_path), slice_bytes=64, keep=9) as jobs:
-        jobs.run(lambda job: work(job, between), SECONDS)
+        jobs.run(lambda job: work(jobs, job, between), SECONDS)
         assert between.is_over.is_set()
         found, until = None, time.monotonic() + SECONDS
         while found is None and time.monotonic() < until:  # it may still be written

@@ -234,11 +234,11 @@ class TwinCoordinator:
         if type(message) in self.answers:
             answer = self.answers[type(message)](message)
         else:
-            answer = self._answer(message)
+            answer = self.answer(message)
         if answer is not None and request.number:
             request.reply(answer)
 
-    def _answer(self, message: Message) -> Message | None:
+    def answer(self, message: Message) -> Message | None:
         house = self.house
         if isinstance(message, Register):
             found = house.registry.register(
@@ -300,13 +300,16 @@ class House:
         self.handlers = CoordinatorHandlers()
         self.stamp = Stamp("twin")
         me = self.members["worker-0"] = Member("worker-0", "worker", 3, "local")
+        # Looked up at each call: a test may replace them.
+        dial_coordinator = lambda: self.dial_coordinator()  # noqa: E731, PLW0108
+        dial = lambda member: self.dial(member)  # noqa: E731, PLW0108
         self.link = Link(
-            self.dial_coordinator, self.handlers, self.stamp, patience_seconds=PATIENCE, say=self.said.append,
+            dial_coordinator, self.handlers, self.stamp, patience_seconds=PATIENCE, say=self.said.append,
             fenced=self.handlers.fenced, gone=self.handlers.gone,
         )  # fmt: skip
         joined = Joined(3, self.generation, list(self.members.values()), self.config, late)
         self.job = Job(
-            joined, me, self.link, self.handlers, self.dial, self.stamp,
+            joined, me, self.link, self.handlers, dial, self.stamp,
             folder=pathlib.Path("."), say=self.said.append, embedded=False, beats=False,
         )  # fmt: skip
 

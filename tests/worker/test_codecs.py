@@ -129,7 +129,7 @@ def stage_of(job: Job, codec: str, sizes: list[list[int]]) -> Stage:
 def test_a_worker_that_lies_is_closed(codec: str, sizes: Any, payload: bytes, message: str) -> None:
     with local_job(workers=1, transport="tcp", codec="topk:0.25") as jobs:
         register(jobs[0], 8)
-        endpoint = jobs[0].exchange._endpoints["server-0"]
+        endpoint = jobs[0].exchange.routes.endpoints["server-0"]
         call = endpoint.call(
             stage_of(jobs[0], codec, sizes), buffers=[memoryview(payload)], payload_bytes=len(payload)
         )
@@ -165,7 +165,7 @@ def test_a_server_that_lies_is_closed(
 
     with local_job(workers=1, transport="tcp", pull_codec="bf16") as jobs:
         register(jobs[0], 8)
-        jobs[0].exchange._wait_seconds = 0.2
+        jobs[0].exchange.wait_seconds = 0.2
         monkeypatch.setattr(Endpoint, "send", lie)
         monkeypatch.setattr(Endpoint, "lost", noted)
         with pytest.raises(Exception):  # noqa: B017 - whatever the job makes of a server that is cut off
@@ -278,7 +278,7 @@ def test_a_codec_that_breaks_its_word_is_told_where_it_encodes_and_holds_up_nobo
 def test_an_encoding_that_a_users_codec_cannot_read_closes_the_connection() -> None:
     with local_job(workers=1, transport="tcp", codec=f"{__name__}:sign") as jobs:
         register(jobs[0], 8)
-        endpoint = jobs[0].exchange._endpoints["server-0"]
+        endpoint = jobs[0].exchange.routes.endpoints["server-0"]
         data = buffer_of(np.zeros(3, np.uint8))
         call = endpoint.call(stage_of(jobs[0], "sign", [[3]]), buffers=[data], payload_bytes=3)
         with pytest.raises(ConnectionLost, match="no encoding by sign: ValueError: cut short"):

@@ -225,7 +225,7 @@ def test_copies_are_never_torn(house: Callable[..., Any]) -> None:
         while not over.is_set():
             for copy in exchange.copies_of(sorted(twin.values)):
                 try:
-                    data = exchange._copies.bytes_of(copy).view(np.float64)
+                    data = exchange.copies.bytes_of(copy).view(np.float64)
                 except SynclineError:
                     continue
                 assert data.min() == data.max()
@@ -250,7 +250,7 @@ def test_a_change_leaves_copies_as_they_are(house: Callable[..., Any]) -> None:
     twin.servers["server-1"].die()
     twin.fail_over("server-1", "server-0")
     twin.job.exchange.prefer([0])  # takes the roster over
-    assert list(twin.job.exchange._endpoints) == ["server-0"]
+    assert list(twin.job.exchange.routes.endpoints) == ["server-0"]
     found = ask(twin, sorted(twin.values))
     assert set(found) == set(twin.values) and {c.version for c in found.values()} == {1}
 

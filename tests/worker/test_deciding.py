@@ -33,7 +33,7 @@ def test_the_time_until_a_round_is_closed_is_a_wait(
     def close(flow: CommitFlow, seconds: float) -> None:
         nonlocal waited
         waited = LONG
-        now = exchange.waits._now
+        now = exchange.waits.now
         assert now is not None and (now.what, now.step) == ("step", 1), "it is told why it does not go on"
 
     monkeypatch.setattr(CommitFlow, "waits_for_decision", True)

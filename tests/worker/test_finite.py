@@ -333,10 +333,10 @@ def test_plans_are_kept_and_follow_new_segments_and_new_memory() -> None:
         worker.arena.items(worker.layout, "late").view(np.float32)[0] = math.nan
         wide = Push(pushed=((0, 3),))
         assert worker.check.admit(wide, 9, worker.layout, worker.arena, 0).pushed == ()
-        assert "'late'" in worker.check._plan(wide.pushed, worker.layout, worker.arena, 0).first_bad().__repr__()
+        assert "'late'" in worker.check.plan(wide.pushed, worker.layout, worker.arena, 0).first_bad().__repr__()
         for size in range(200):
             worker.check.admit(Push(pushed=((0, 1), (2, 3 + size))), 10, worker.layout, worker.arena, 0)
-        assert len(worker.check._plans) <= 64
+        assert worker.check.num_plans <= 64
 
 
 def test_slots_are_looked_at_each_in_its_own_memory() -> None:

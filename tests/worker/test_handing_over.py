@@ -65,7 +65,7 @@ def check(values: Any, last: Any) -> Any:
 
 def hand_over(jobs: LocalJob, name: str) -> None:
     """As by SIGTERM: this server's slices go to others, it ends; then it comes back and gets some of them."""
-    jobs._process._links[name].call(Retire(), PATIENCE)
+    jobs.process.links[name].call(Retire(), PATIENCE)
     jobs.kill(name)
     jobs.add_server(name)
 

@@ -25,7 +25,7 @@ def test_the_end_of_a_save_may_come_before_its_beginning(house):
     with pytest.raises(StoreError, match="save 3 is over"):
         asker.expect(3).wait(SECONDS)
     step(job)
-    assert not job.boundary._watchers and not job.checkpoints.saves._notes
+    assert not job.debug_state().is_boundary_watched and job.debug_state().num_save_notes == 0
     with job.boundary.waiting():
         assert isinstance(asker.expect(4).wait(SECONDS), Noted)
 
@@ -34,11 +34,11 @@ def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monke
     _, job, asker = begin(house)
     first, unwatch = asker.expect(1), job.boundary.unwatch
     begins, is_gone = threading.Event(), threading.Event()
-    until(lambda: job.boundary._watchers)
+    until(lambda: job.debug_state().is_boundary_watched)
 
     def late(watcher: Any) -> None:
         begins.set()
-        until(lambda: job.checkpoints.saves._number == 2)
+        until(lambda: job.debug_state().save_number == 2)
         time.sleep(0.2)
         unwatch(watcher)
         is_gone.set()
@@ -50,7 +50,7 @@ def test_a_save_that_begins_while_the_one_before_is_let_go_is_noted(house, monke
     assert begins.wait(SECONDS)  # else the second comes before it, and there is nothing to let go
     second = asker.expect(2)
     assert is_gone.wait(SECONDS)
-    until(lambda: job.boundary._watchers)
+    until(lambda: job.debug_state().is_boundary_watched)
     step(job)
     step(job)
     assert isinstance(second.wait(SECONDS), Noted)
@@ -82,8 +82,8 @@ def test_while_a_large_state_is_noted_the_coordinator_is_heard(house):
     finally:
         go_on.set()
         waiting.__exit__(None, None, None)
-    until(lambda: not job.boundary._watchers)
-    assert not job.checkpoints.saves._notes, "what was noted for a save that is over is let go"
+    until(lambda: not job.debug_state().is_boundary_watched)
+    assert job.debug_state().num_save_notes == 0, "what was noted for a save that is over is let go"
 
 
 def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
@@ -97,8 +97,8 @@ def test_notes_do_not_grow_without_end(house, tmp_path, monkeypatch):
     script = threading.Thread(target=lambda: [(step(job), done.append(n)) for n in range(6)], daemon=True)
     script.start()
     assert isinstance(told.wait(SECONDS), Noted)
-    until(lambda: len(job.checkpoints.saves._notes) > 1)
-    noted = len(job.checkpoints.saves._notes)
+    until(lambda: job.debug_state().num_save_notes > 1)
+    noted = job.debug_state().num_save_notes
     assert noted < 5
     assert asker.written(tmp_path, 1).clock == 1
     script.join(SECONDS)
@@ -112,13 +112,13 @@ def test_a_save_that_is_late_costs_a_script_one_wait_and_not_its_memory(house, t
     _, job, asker = begin(house)
     job.state["large"] = np.zeros(2500)
     told = asker.expect()
-    until(lambda: job.boundary._watchers)
+    until(lambda: job.debug_state().is_boundary_watched)
     kept = []
     for _ in range(40):
         step(job)
-        kept.append(len(job.checkpoints.saves._notes))
+        kept.append(job.debug_state().num_save_notes)
     assert isinstance(told.wait(SECONDS), Noted)
-    assert max(kept) <= 3 and job.checkpoints.saves._patience == 0.0
+    assert max(kept) <= 3 and job.debug_state().save_patience_seconds == 0.0
     with pytest.raises(StoreError, match="keeps its state of step 5 no more"):
         asker.written(tmp_path, 5)
     assert asker.written(tmp_path, 40).clock == 40

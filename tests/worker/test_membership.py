@@ -154,7 +154,7 @@ def test_the_others_at_a_barrier_do_not_wait_for_one_that_was_asked_to_leave() -
         for thread in threads:
             thread.start()
         until = time.monotonic() + PATIENCE
-        while len(local._process.coordinator.barriers.waits(0.0)) < 1 and time.monotonic() < until:
+        while len(local.coordinator.barriers.waits(0.0)) < 1 and time.monotonic() < until:
             time.sleep(0.01)
         local[0].retire()
         threads[0].join(PATIENCE)
@@ -199,7 +199,7 @@ def test_a_coordinator_that_comes_back_is_asked_again(house: Callable[..., Any])
             held.set()
             twin.coordinator.endpoints[0].close("killed")
 
-    twin.coordinator.answers[Barrier] = lambda m: breaks(m) or twin.coordinator._answer(m)
+    twin.coordinator.answers[Barrier] = lambda m: breaks(m) or twin.coordinator.answer(m)
     twin.job.barrier("x")
     push(twin).wait()
     assert held.is_set() and stages(twin)[-1].phase == 1 << 32
@@ -209,7 +209,6 @@ def test_pushes_go_on_without_a_coordinator(house: Callable[..., Any]) -> None:
     twin = house(1)
     register(twin)
     twin.dial_coordinator = lambda: (_ for _ in ()).throw(OSError("nobody listens"))
-    twin.link._dial = twin.dial_coordinator
     twin.coordinator.endpoints[0].close("killed")
     for _ in range(3):
         push(twin).wait()

@@ -47,8 +47,7 @@ def begin(job: Job) -> Counter:
 
 def is_noted(jobs: Any, name: str, count: int) -> bool:
     """Whether the coordinator has a note of this worker with this count."""
-    notes = jobs._process.coordinator.resume._notes
-    return f'"count",{count}'.encode() in (notes[name].tree if name in notes else b"")
+    return f'"count",{count}'.encode() in jobs.coordinator.debug_state().script_notes.get(name, b"")
 
 
 def wait_for_note(jobs: Any, name: str, counter: Counter, job: Job) -> None:

@@ -77,7 +77,7 @@ def test_a_server_dies_within_a_commit(
     assert (results[-1]["a"] == twin.everything()["a"]).all()
     assert {replica_set.primary for replica_set in twin.replica_sets.values()} == {"server-0"}
     assert twin.stamp.generation == twin.generation == twin.job.generation
-    assert list(twin.job.exchange._endpoints) == ["server-0"]
+    assert list(twin.job.exchange.routes.endpoints) == ["server-0"]
 
 
 @pytest.mark.parametrize("shares_memory", SHARED)
@@ -162,7 +162,7 @@ def test_refresh_before_the_roster_is_told(house: Callable[..., Any]) -> None:
     push(twin, 1).wait()
     timer.join()
     assert_exact(twin, 2)
-    assert "server-0" not in twin.job.exchange._endpoints
+    assert "server-0" not in twin.job.exchange.routes.endpoints
 
 
 def test_who_rests_says_so_to_new_servers_before_anything_else(house: Callable[..., Any]) -> None:
@@ -224,7 +224,7 @@ def test_a_window_is_made_anew_in_the_order_of_its_clocks(house: Callable[..., A
 
 def be_impatient(twin: Any) -> None:
     """From now on: what came before may take its time."""
-    twin.job.exchange._wait_seconds = 0.4
+    twin.job.exchange.wait_seconds = 0.4
 
 
 def test_a_wait_without_help_ends(house: Callable[..., Any]) -> None:

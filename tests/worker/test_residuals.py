@@ -227,11 +227,11 @@ def test_a_new_primary_that_reads_the_arena_finds_what_others_were_sent(monkeypa
     """Encoded for a server over a socket, which dies; the next one shares memory with the worker."""
     with local_job(workers=1, transport="tcp", codec="topk:0.25") as jobs:
         register(jobs[0], 8)
-        job, sending = jobs[0], jobs[0].exchange._sender
+        job, sending = jobs[0], jobs[0].exchange.sender
         ticket = job.exchange.commit(_push_of(job, floats(8, 7, 6, 5, 4, 3, 2, 1)), None)
         ticket.wait()
         monkeypatch.setattr(job.exchange.routes.arenas, "is_shared", lambda *key: True)
-        sending._lie_decoded(ticket)
+        sending.lie_decoded(ticket)
         np.testing.assert_array_equal(job.kv.gradients(["x"])["x"], floats(8, 7, 0, 0, 0, 0, 0, 0))
 
 

@@ -192,8 +192,8 @@ def test_after_the_end_of_a_save_nothing_is_kept_and_nobody_looks(house, tmp_pat
     asker.expect()
     step(job)
     asker.end()
-    until(lambda: not job.boundary._watchers)
-    assert not job.checkpoints.saves._notes
+    until(lambda: not job.debug_state().is_boundary_watched)
+    assert job.debug_state().num_save_notes == 0
     with pytest.raises(StoreError, match="told nothing of save 1"):
         asker.written(tmp_path, 1)
     told = asker.expect(2)
@@ -234,7 +234,7 @@ def test_save_needs_a_place(house):
 
 def test_save_is_a_boundary_of_its_own(house, tmp_path):
     twin, job, asker = begin(house, checkpoint=str(tmp_path))
-    job.checkpoints.resume.is_over = job.checkpoints.resume._is_known = True
+    job.checkpoints.resume.is_over = job.checkpoints.resume.is_known = True
     step(job)
     job.state["x"] = 5
 
@@ -249,7 +249,7 @@ def test_save_is_a_boundary_of_its_own(house, tmp_path):
 
 def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house, tmp_path):
     twin, job, _ = begin(house, checkpoint=str(tmp_path))
-    job.checkpoints.resume.is_over = job.checkpoints.resume._is_known = True
+    job.checkpoints.resume.is_over = job.checkpoints.resume.is_known = True
     _in_a_thread(twin, Save, lambda message: Saved("", 1))
     for _ in range(2):
         step(job)
@@ -258,16 +258,16 @@ def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house
 
 
 def test_a_worker_that_is_held_by_hand_stands_at_a_boundary(house, tmp_path):
-    _, job, asker = begin(house)
+    twin, job, asker = begin(house)
     step(job)
-    job._handlers.pacing.hear(Pace("worker-0", is_paused=True))
+    twin.handlers.pacing.hear(Pace("worker-0", is_paused=True))
     script = threading.Thread(target=step, args=(job,), daemon=True)
     script.start()
     try:
         assert isinstance(asker.expect().wait(SECONDS), Noted)
         assert asker.written(tmp_path, 1).clock == 1
     finally:
-        job._handlers.pacing.hear(Pace("worker-0"))
+        twin.handlers.pacing.hear(Pace("worker-0"))
     script.join(SECONDS)
     assert job.own_step == 2
 

@@ -81,12 +81,12 @@ def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, 
         again = jobs.run(lambda job: job.kv.pull()["x"].copy())  # also where it came after the last step
         for values in [*found, *again]:
             assert_once(values)
-        assert all("server-1" not in job.exchange._endpoints for job in jobs)
+        assert all("server-1" not in job.exchange.routes.endpoints for job in jobs)
 
 
 def wait_for_backups(jobs: LocalJob) -> None:
     """Until every slice has one again, on a server that lives."""
-    coordinator, deadline = jobs._process.coordinator, time.monotonic() + PATIENCE
+    coordinator, deadline = jobs.coordinator, time.monotonic() + PATIENCE
     while True:
         with coordinator.job.lock:
             live = set(coordinator.membership.servers())
@@ -125,7 +125,7 @@ def test_connections_break_and_nobody_dies(policy: str, window: int) -> None:
 
         def breaks(number: int) -> None:
             for job in jobs:
-                endpoints = list(job.exchange._endpoints.values())
+                endpoints = list(job.exchange.routes.endpoints.values())
                 if endpoints and number % 3 == 1:
                     endpoints[number % len(endpoints)].close("hiccup")
 

@@ -124,7 +124,7 @@ def test_an_answer_that_is_still_coming_in_does_not_land_over_a_newer_one(
     server acknowledges what is staged first, by the connection that the old answer came by. What comes later goes
     nowhere."""
     twin = house(2, shares_memory=False, policy="async", window=window, slice_bytes=SLICE, wait_seconds=PATIENCE)
-    twin.job.exchange.routes._dial = over_sockets(twin)
+    twin.dial = over_sockets(twin)
     twin.job.kv.register({"a": np.zeros(NUM)}, SGD)
     out = {"a": np.zeros(NUM)}
     halted = Halted(twin, where)

@@ -110,7 +110,7 @@ def test_without_the_coordinators_word_the_servers_are_asked(house: Callable[...
     twin = house(1)
     twin.job.kv.register({"a": np.zeros(32)}, Rule("SGD", lr=1.0))
     if how == "gone":
-        twin.link._dial = lambda: (_ for _ in ()).throw(OSError("nobody listens"))
+        twin.dial_coordinator = lambda: (_ for _ in ()).throw(OSError("nobody listens"))
         twin.coordinator.endpoints[0].close("killed")
     else:
         twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("nobody waits for anybody")
@@ -127,7 +127,7 @@ def test_why_a_barrier_waits_is_said(house: Callable[..., Any]) -> None:
 
     def answer(message: Any) -> Any:
         until(lambda: twin.said)
-        return twin.coordinator._answer(message)
+        return twin.coordinator.answer(message)
 
     twin.coordinator.answers[Barrier] = answer
     twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("barrier 'x' has waited 1.1 s for worker-1 on host b")

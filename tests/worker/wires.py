@@ -27,7 +27,7 @@ def go_between_processes(
     """
     serve_in_threads(setattr, broken)
     setattr(embedded, "HeapMemory", shm.create)
-    in_process = InProcess._pair
+    in_process = InProcess.pair
 
     def connect(self: InProcess, one: Peer, two: Peer, theirs: Any) -> Connection:
         if "server" not in (one.role, two.role) or "coordinator" in (one.role, two.role):
@@ -40,11 +40,11 @@ def go_between_processes(
         left.shares_memory = right.shares_memory = shares
         other = Endpoint(right, self.stamp(), theirs)
         for name in (one.name, two.name):
-            self._endpoints.setdefault(name, []).append(other)
+            self.endpoints.setdefault(name, []).append(other)
         theirs.greet(other)
         return left
 
-    setattr(InProcess, "_pair", connect)
+    setattr(InProcess, "pair", connect)
     if shares:
         waiting = functools.partial(Endpoint, waiter_reads=True)
         setattr(InProcess, "dial", functools.partialmethod(_dial, waiting))
@@ -56,4 +56,4 @@ def serve_in_threads(setattr: Callable[[Any, str, Any], None], broken: Callable[
 
 def _dial(self: InProcess, endpoint: Any, me: Member, stamp: Stamp, member: Member) -> Endpoint:
     one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
-    return endpoint(self._pair(one, two, self._server(member.name)), stamp)
+    return endpoint(self.pair(one, two, self._server(member.name)), stamp)

@@ -43,17 +43,17 @@ class Others:
     """The share of all cores that other processes used since this object was made."""
 
     def __init__(self) -> None:
-        self._began = _look()
+        self._began = look()
 
     def share(self) -> float | None:
         """Between 0 and 1; None where the system has no /proc/stat. Children count as ours once they have ended."""
-        if self._began is None or (now := _look()) is None:
+        if self._began is None or (now := look()) is None:
             return None
         busy, total, own = (after - before for before, after in zip(self._began, now, strict=True))
         return min(1.0, max(0.0, busy - own) / total) if total > 0 else None
 
 
-def _look() -> tuple[float, float, float] | None:
+def look() -> tuple[float, float, float] | None:
     """CPU seconds: busy and total since boot, and those of this process and its ended children."""
     try:
         with open("/proc/stat", encoding="ascii") as file:

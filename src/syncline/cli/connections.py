@@ -21,21 +21,21 @@ from syncline.net import shm, tcp
 from syncline.net.certificate import Certificate, client_context, peer_digest
 from syncline.net.transport import Connection, Peer
 
-_SECONDS = 5.0  # for any wait
+STEP_SECONDS = 5.0  # for any wait
 _OVER_TCP = "use --transport tcp"
 
 
 def shared_memory() -> Finding:
     """Creates, seals, passes over an abstract Unix socket, checks and maps memory, as for an arena."""
     try:
-        mine, theirs = _unix_pair()
+        mine, theirs = unix_pair()
     except OSError as error:
         return Finding("problem", f"no abstract Unix socket: {error.strerror or error}", _OVER_TCP)
     with mine, theirs:
         return _hand_over(mine, theirs)
 
 
-def _unix_pair() -> tuple[socket.socket, socket.socket]:
+def unix_pair() -> tuple[socket.socket, socket.socket]:
     if sys.platform != "linux":
         return socket.socketpair()
     name = f"\0syncline-{secrets.token_hex(16)}"
@@ -61,7 +61,7 @@ def _hand_over(mine: socket.socket, theirs: socket.socket) -> Finding:
         return Finding("warning", f"cannot be made: {error.strerror or error}", slower)
     try:
         socket.send_fds(mine, [b"m"], [sent.fd])
-        theirs.settimeout(_SECONDS)
+        theirs.settimeout(STEP_SECONDS)
         fds = socket.recv_fds(theirs, 1, 1)[1]
         if not fds:
             return Finding("problem", "no file descriptor came over a Unix socket", _OVER_TCP)
@@ -88,9 +88,9 @@ def loopback() -> Finding:
         listener = tcp.Listener(here, arrived.put, sock=tcp.bind("127.0.0.1", 0), log=refused.append)
         try:
             asking = tcp.Identity("doctor", token, Peer("worker", "worker-0", 0))
-            connection = tcp.connect_tcp("127.0.0.1", listener.address.port, asking, _SECONDS)
+            connection = tcp.connect_tcp("127.0.0.1", listener.address.port, asking, STEP_SECONDS)
             connection.close()
-            arrived.get(timeout=_SECONDS).close()
+            arrived.get(timeout=STEP_SECONDS).close()
         finally:
             listener.close()
     except (OSError, SynclineError, queue.Empty) as error:
@@ -108,7 +108,7 @@ def tls() -> Finding:
 
         def greet() -> None:
             try:
-                theirs.settimeout(_SECONDS)
+                theirs.settimeout(STEP_SECONDS)
                 with certificate.server_context().wrap_socket(theirs, server_side=True) as secured:
                     secured.recv(1)
             except OSError as error:
@@ -117,10 +117,10 @@ def tls() -> Finding:
         thread = threading.Thread(target=greet, name="doctor tls", daemon=True)
         with mine, theirs:
             thread.start()
-            mine.settimeout(_SECONDS)
+            mine.settimeout(STEP_SECONDS)
             with client_context().wrap_socket(mine) as secured:
                 same, version = peer_digest(secured) == certificate.digest, secured.version()
-            thread.join(_SECONDS)
+            thread.join(STEP_SECONDS)
     except (OSError, ValueError) as error:
         return Finding("warning", f"no handshake: {error}; jobs on several hosts cannot run", remedy)
     if errors or not same:
@@ -144,7 +144,7 @@ def namespaces() -> Finding:
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("ip") is None:
         return Finding("ok", "not possible without unshare and ip; only tests with several hosts use them")
-    done = subprocess.run([unshare, "--net", "true"], capture_output=True, timeout=_SECONDS, check=False)
+    done = subprocess.run([unshare, "--net", "true"], capture_output=True, timeout=STEP_SECONDS, check=False)
     if done.returncode:
         return Finding("ok", "not allowed here; only tests with several hosts use them")
     return Finding("ok", "can be made: tests with several hosts run")
@@ -158,7 +158,7 @@ def small_job() -> Finding:
     try:
         # Not an optimizer: creating the first one imports torch's compiler, which takes a second.
         job.kv.register({"w": np.zeros(1000, np.float32)}, Rule("Add"))
-        pulled = job.kv.push_pull({"w": np.ones(1000, np.float32)}).wait(_SECONDS)
+        pulled = job.kv.push_pull({"w": np.ones(1000, np.float32)}).wait(STEP_SECONDS)
     finally:
         job.close()
     if pulled is None or not bool((pulled["w"] == 1).all()):

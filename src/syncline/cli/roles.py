@@ -67,7 +67,7 @@ def coordinator(
         file = jobfile.new(str(sock.getsockname()[0]), sock.getsockname()[1], given)
         jobfile.write(job, file)
         sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")
-        raise typer.Exit(_coordinate(job, file, sock, resumes=False))
+        raise typer.Exit(coordinate(job, file, sock, resumes=False))
 
 
 def _resume(job: pathlib.Path) -> int:
@@ -83,10 +83,10 @@ def _resume(job: pathlib.Path) -> int:
         sock = tcp.bind(file.host, file.port)
         sock.listen(128)
         with sock:
-            return _coordinate(job, file, sock, resumes=True)
+            return coordinate(job, file, sock, resumes=True)
 
 
-def _coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:
+def coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:
     from syncline.launch.coordinating import run_coordinator
 
     what = "takes the job up again and listens" if resumes else "listens"

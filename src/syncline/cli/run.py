@@ -95,12 +95,12 @@ def chosen_script(script: str | None, module: str | None, arguments: list[str]) 
     if script == "-":
         raise ConfigError("a script from standard input cannot be given to several workers; write it to a file")
     if script.startswith("-"):
-        near = difflib.get_close_matches(script, _flags(), n=1)
+        near = difflib.get_close_matches(script, flags(), n=1)
         hint = f"; did you mean {near[0]}?" if near else "; see syncline run --help"
         raise ConfigError(f"there is no option {script}{hint}")
     return Script(path=script, arguments=arguments)
 
 
-def _flags() -> list[str]:
+def flags() -> list[str]:
     names = [name for name in inspect.signature(run).parameters if name not in ("script", "arguments", "module")]
     return [f"--{name.replace('_', '-')}" for name in (*names, "help")]

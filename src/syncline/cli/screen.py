@@ -78,7 +78,7 @@ class TerminalScreen:
 
     def progress(self, standings: Standings) -> None:
         before = self._step
-        text = "" if _is_ending(standings) else self._describe(standings)
+        text = "" if _is_ending(standings) else self.describe(standings)
         with self._lock:
             if self._is_live:
                 self._show_live(text)
@@ -97,7 +97,7 @@ class TerminalScreen:
         is_quiet = now - self._line_at >= QUIET_SECONDS
         return now - self._plain_at >= (PLAIN_SECONDS if is_quiet and has_advanced else MOST_PLAIN_SECONDS)
 
-    def _describe(self, standings: Standings) -> str:
+    def describe(self, standings: Standings) -> str:
         if not standings.formed:
             return f"starting: waiting for {', '.join(standings.missing)}"
         now = self._clock()

@@ -47,7 +47,7 @@ class LeaseService:
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._queue: LeaseQueue[Request] = LeaseQueue(job.membership)
+        self.queue: LeaseQueue[Request] = LeaseQueue(job.membership)
         self._later: list[tuple[Request, Message]] = []  # sent once the state is kept
         self._asked_workers: set[Identity] = set()  # they were asked what they have used, and have not answered yet
         self._kept_at = 0.0
@@ -57,7 +57,16 @@ class LeaseService:
 
     @property
     def leasing(self) -> Leasing:
-        return self._queue.leasing
+        return self.queue.leasing
+
+    def asking(self) -> list[str]:
+        """Under the lock: workers that wait for samples."""
+        return sorted(self.queue.asking)
+
+    @property
+    def num_unsaved_uses(self) -> int:
+        """Under the lock: spans of samples that are used and not in the journal yet."""
+        return self.queue.num_unsaved_uses
 
     # -- requests of workers ------------------------------------------------------------------------------
 
@@ -73,14 +82,14 @@ class LeaseService:
         with self._job.lock:
             if not self._is_current(request):
                 return
-            if self._queue.is_over(message.loader):
+            if self.queue.is_over(message.loader):
                 request.reply(Opened(False))
                 return
-            seed = None if message.seed is None else self._queue.seed(request.peer.name, message)
+            seed = None if message.seed is None else self.queue.seed(request.peer.name, message)
             if seed is None and message.seed is not None:
                 request.reply(Opened(False, is_early=True))
                 return
-            owner, workers = identity_of(request), max(1, len(self._queue.taking_part()))
+            owner, workers = identity_of(request), max(1, len(self.queue.taking_part()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             except ConfigError as error:
@@ -116,7 +125,7 @@ class LeaseService:
         with self._job.lock:
             if not self._is_current(request):
                 return
-            self._queue.ask(identity_of(request), message, request, time.monotonic())
+            self.queue.ask(identity_of(request), message, request, time.monotonic())
         self.answer_requests()
         if not self._job.watches:
             self.tick(time.monotonic())  # inside one process there is no watch thread
@@ -131,7 +140,7 @@ class LeaseService:
         with self._job.lock:
             replica_set, is_wanted = (
                 self._job.membership.state.replica_sets.get(0),
-                then is not None or self._queue.asking,
+                then is not None or self.queue.asking,
             )
             endpoint = self._job.endpoints.get(replica_set.primary) if replica_set is not None and is_wanted else None
         try:
@@ -150,7 +159,7 @@ class LeaseService:
             answer = call.wait(0)
             if isinstance(answer, GivenLeaseAcks) and (answer.acks or answer.late):
                 with self._job.lock:
-                    self._queue.use(answer.acks, answer.late)
+                    self.queue.use(answer.acks, answer.late)
                 self.answer_requests()
         if then is not None:
             then()
@@ -160,7 +169,7 @@ class LeaseService:
         with self._job.lock:
             if not self._is_current(request):
                 return
-            self._queue.leave(identity_of(request), message)
+            self.queue.leave(identity_of(request), message)
             self._later.append((request, Done()))
         self.answer_requests()
 
@@ -195,8 +204,8 @@ class LeaseService:
             self._job.membership.state.members.get(name),
         )
         if (heartbeat.acks or heartbeat.late) and replica_set is not None and replica_set.primary == name:
-            self._queue.use(heartbeat.acks, heartbeat.late)
-        if heartbeat.is_quarantined and member is not None and self._queue.is_open:
+            self.queue.use(heartbeat.acks, heartbeat.late)
+        if heartbeat.is_quarantined and member is not None and self.queue.is_open:
             owner = (name, member.incarnation)
             for loader, epoch in self.leasing.quarantine(owner):
                 self._recall(owner, Recall(loader, epoch))
@@ -209,17 +218,17 @@ class LeaseService:
     def tick(self, now: float) -> None:
         """Runs periodically: keeps and confirms what was used, balances leases, and reassigns what is not read."""
         self._ask_workers()
-        if not self._queue.is_open:
+        if not self.queue.is_open:
             return
         with self._job.lock:
-            for message, count in self._queue.reclaim(now, RECLAIM_SECONDS):
+            for message, count in self.queue.reclaim(now, RECLAIM_SECONDS):
                 where = f"epoch {message.epoch + 1} of {message.loader!r}"
                 self._job.event(
                     f"{count} samples of {where} go to others: the workers they were meant for do not read it"
                 )
-            for owner, recall in self._queue.recut():
+            for owner, recall in self.queue.recut():
                 self._recall(owner, recall)
-            somebody_waits, has_news = self._queue.somebody_waits, self._queue.has_news
+            somebody_waits, has_news = self.queue.somebody_waits, self.queue.has_news
         self.answer_requests()
         if somebody_waits:
             self._fetch_acks()
@@ -230,12 +239,12 @@ class LeaseService:
         """Keeps what was used, then tells the servers of slice 0 that they may forget it."""
         with self._job.lock:
             self._kept_at = now
-            used, late, finished = self._queue.take_news()
+            used, late, finished = self.queue.take_news()
             self._report_finished(finished)
             try:
                 self._job.keep()
             except StoreError as error:
-                self._queue.put_back_news(used, late)
+                self.queue.put_back_news(used, late)
                 self._job.report_disk_error(error)
                 return
             replica_set = self._job.membership.state.replica_sets.get(0)
@@ -265,7 +274,7 @@ class LeaseService:
 
     def report_at_end(self) -> None:
         """Under the lock, at the end of the job: reports skipped samples of the last epochs, finished or not."""
-        if self._queue.is_open:
+        if self.queue.is_open:
             self._report_finished(self.leasing.forget_finished())
             for name, epochs in self.leasing.state.epochs.items():
                 for number, epoch in epochs.items():
@@ -276,10 +285,10 @@ class LeaseService:
     def answer_requests(self) -> None:
         """Replies to all requests that can be answered now. Leases are kept before they are told."""
         with self._job.lock:
-            answers, recalls = self._queue.answers()
+            answers, recalls = self.queue.answers()
             later, self._later = self._later, []
             if (later or any(given.lease for _, given in answers)) and not self._keep_leases():
-                self._queue.not_kept(answers)
+                self.queue.not_kept(answers)
                 answers, later, self._later = [], [], later
         for asked, given in answers:
             asked.request.reply(given)
@@ -320,7 +329,7 @@ class LeaseService:
         What dead workers had used and not told is read again.
         """
         if self._job.membership.state.leases.epochs:
-            spans = self._queue.acks_are_lost()
+            spans = self.queue.acks_are_lost()
             if not spans:
                 return  # nothing was being read
             self._job.event(
@@ -331,12 +340,12 @@ class LeaseService:
     @property
     def awaits_acks(self) -> bool:
         """Under the lock: after lost acks, some workers have not yet said what they have used."""
-        return bool(self._queue.unheard())
+        return bool(self.queue.unheard())
 
     def _ask_workers(self) -> None:
         """Asks the workers that have not yet said what they have used, and asks again after a lost answer."""
         with self._job.lock:
-            fresh = [owner for owner in self._queue.unheard() if owner not in self._asked_workers]
+            fresh = [owner for owner in self.queue.unheard() if owner not in self._asked_workers]
             endpoints = {owner: self._job.endpoints[owner[0]] for owner in fresh if owner[0] in self._job.endpoints}
             self._asked_workers.update(endpoints)
         for owner, endpoint in endpoints.items():
@@ -355,17 +364,17 @@ class LeaseService:
         with self._job.lock:
             self._asked_workers.discard(owner)
             if isinstance(answer, GivenLeaseAcks):
-                self._queue.heard(owner, answer.acks, answer.late, is_all=not answer.open)
+                self.queue.heard(owner, answer.acks, answer.late, is_all=not answer.open)
         self.answer_requests()
 
     def departed_owners(self) -> dict[Identity, bool]:
         """Under the lock: owners of leases that are no longer members and are fenced everywhere; True: it died."""
-        return self._queue.gone()
+        return self.queue.gone()
 
     def member_is_out(self, member: Member) -> None:
         """Under the lock: the next member of this name counts from zero."""
         self._measured.pop(member.name, None)
-        self._queue.asking.pop(member.name, None)
+        self.queue.asking.pop(member.name, None)
 
     def reassign_departed(self, gone: dict[Identity, bool], answers: Iterable[Message]) -> bool:
         """Counts what these workers have used, by the `answers` of slice 0's server, and hands the rest to others.
@@ -376,9 +385,9 @@ class LeaseService:
         with self._job.lock:
             for answer in answers:
                 if isinstance(answer, GivenLeaseAcks):
-                    self._queue.use(answer.acks, answer.late)
+                    self.queue.use(answer.acks, answer.late)
                     waiting.update(answer.open)
-            self._queue.out(gone, waiting)
+            self.queue.out(gone, waiting)
             self._job.keep()
         self.answer_requests()
         return waiting.isdisjoint(gone)
@@ -386,7 +395,7 @@ class LeaseService:
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: which workers wait for others to finish an epoch."""
         found = []
-        for name, (_, message, since, _) in self._queue.asking.items():
+        for name, (_, message, since, _) in self.queue.asking.items():
             epoch = self.leasing.epoch(message.loader, message.epoch)
             owners = (
                 sorted({lease.worker for lease in epoch.leases.values()} - {name, ""}) if epoch is not None else []

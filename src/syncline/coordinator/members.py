@@ -205,6 +205,10 @@ class JoinService:
         self._registration, self._roster, self._reconfigurer = registration, roster, reconfigurer
         self._stop_rules, self._announcers = stop_rules, announcers
 
+    def waiting(self) -> tuple[list[str], int]:
+        """Under the lock: members that wait for an answer, and of how many the settings are kept."""
+        return sorted(self._pending.requests), len(self._pending.defaults)
+
     def start_or_continue(self) -> None:
         """Continues the job of an earlier coordinator, or looks for a checkpoint before the first member joins."""
         if self._job.membership.formed:

@@ -216,6 +216,10 @@ class ResumeService:
         folder, digest = (known.folder, known.digest) if known is not None else ("", "")
         request.reply(GivenResume(folder, digest, note, noted_by))
 
+    def script_notes(self) -> dict[str, bytes]:
+        """Under the lock: the state of its script that each worker told last."""
+        return {name: bytes(note.tree) for name, note in self._notes.items()}
+
     def note_script(self, request: Request, message: NoteScript) -> None:
         """A worker tells the state of its script. It stays in memory: workers repeat it to a new coordinator."""
         with self._job.lock:

@@ -198,7 +198,7 @@ class SaveService:
         self._writer = writer
         self._finishing: dict[str, tuple[Request, float]] = {}  # workers whose scripts have ended, and since when
         self._next: SaveRequest | None = None
-        self._current: SaveInProgress | None = None
+        self.current: SaveInProgress | None = None
         self._every: Interval | None = None
         self._due_at, self._due_step = 0.0, 0
         self._has_ended = False  # the last save of the job was made, or given up
@@ -210,6 +210,11 @@ class SaveService:
     @property
     def _is_on(self) -> bool:
         return bool(self._job.config.checkpoint)
+
+    def under_way(self) -> tuple[str, str]:
+        """Under the lock: why the save that is under way was asked for, and the next one; "" where there is none."""
+        current = self.current.request.reason if self.current is not None else ""
+        return current, self._next.reason if self._next is not None else ""
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -228,7 +233,7 @@ class SaveService:
         self, reason: str, caller: Request | None = None, *, is_final: bool = False, hurries: bool = False
     ) -> SaveRequest:
         """Under the lock: adds to the save whose snapshot has not begun, or to the next one."""
-        current = self._current
+        current = self.current
         known = current.request if current is not None and not current.has_snapshot_begun else self._next
         if known is None:
             known = self._next = SaveRequest(reason, [], time.monotonic())
@@ -268,7 +273,7 @@ class SaveService:
             return False
         if self._must_recover or self._may_leave() or self._blocking_callers(now) is not None:
             return True
-        current = self._current
+        current = self.current
         if current is None:
             return self._may_begin() and self._is_due(now)
         return not current.has_snapshot_begun and self._may_begin() and current.may_snapshot(now, self._job.config)
@@ -276,8 +281,8 @@ class SaveService:
     def seconds_left(self, now: float) -> float:
         """Under the lock: how long the reconfiguration thread may sleep."""
         times = [now + LOOK_SECONDS]
-        if self._current is not None and not self._current.has_snapshot_begun:
-            times.append(self._current.next_deadline(now))
+        if self.current is not None and not self.current.has_snapshot_begun:
+            times.append(self.current.next_deadline(now))
         elif self._next is not None:
             times.append(self._next.not_before)
         elif self._every is not None and self._every.seconds:
@@ -334,7 +339,7 @@ class SaveService:
         """Whether the workers whose scripts have ended may leave."""
         if not self._finishing or not self._are_all_finishing():
             return not self._is_on and bool(self._finishing)
-        if self._current is not None or self._next is not None:
+        if self.current is not None or self._next is not None:
             return False
         return self._has_ended or not self._is_on or not self._job.registry.layout.segments
 
@@ -346,8 +351,8 @@ class SaveService:
         if self._must_recover:
             self._recover()
         with self._job.lock:
-            begins = self._current is None and self._may_begin() and self._is_due(now)
-            save = self._begin(now) if begins else self._current
+            begins = self.current is None and self._may_begin() and self._is_due(now)
+            save = self._begin(now) if begins else self.current
             blocking = self._blocking_callers(now)
             released = blocking[0].take_blocking_callers(blocking[1]) if blocking is not None else []
             step = self._job.step()
@@ -395,8 +400,8 @@ class SaveService:
         saves.open = saves.num_begun
         self._job.keep()
         self._next = None
-        self._current = SaveInProgress(saves.open, request, now, self._job.membership.chief)
-        return self._current
+        self.current = SaveInProgress(saves.open, request, now, self._job.membership.chief)
+        return self.current
 
     def _expect(self, save: SaveInProgress) -> None:
         with self._job.lock:
@@ -408,7 +413,7 @@ class SaveService:
         """Under the lock: a request whose callers have waited too long, and the workers that it waits for."""
         if not policy_of(self._job.config).in_rounds:
             return None
-        request, current = self._next, self._current
+        request, current = self._next, self.current
         if current is not None and not current.has_snapshot_begun:
             request, since, waiting = current.request, current.began, current.waiting
         elif request is not None:
@@ -481,7 +486,7 @@ class SaveService:
             self._job.log_line(f"a save is tried again: {reason}")
         with self._job.lock:
             request.not_before = time.monotonic() + (0.1 if is_urgent else AGAIN_SECONDS)
-            self._current = None
+            self.current = None
             later, self._next = self._next, request
             if later is not None:
                 request.merge(later)
@@ -532,7 +537,7 @@ class SaveService:
             saves.open, saves.open_folder = 0, ""
             self._job.try_keep()
             self._has_ended |= request.is_final
-            self._current = None
+            self.current = None
             newest = saves.newest
             reached = made.step if made is not None else self._job.step()
             self._count_from(time.monotonic(), reached)

@@ -51,6 +51,7 @@ from syncline.core.wire.validation import AskReading, AskValidationShard, Attend
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, Peer
+from syncline.stats import CoordinatorDebugState, thread_names
 
 
 class Coordinator:
@@ -218,6 +219,26 @@ class Coordinator:
     @property
     def membership(self) -> Membership:
         return self.job.membership
+
+    def debug_state(self) -> CoordinatorDebugState:
+        """What the job is at, for tests and bug reports."""
+        with self.job.lock:
+            state = self.membership.state
+            requests, num_defaults = self.joins.waiting()
+            save, next_save = self.saves.under_way()
+            return CoordinatorDebugState(
+                generation=state.generation,
+                term=self.job.term,
+                members=tuple(sorted(state.members)),
+                pending_joins=tuple(requests),
+                num_defaults=num_defaults,
+                lease_requests=tuple(self.leases.asking()),
+                num_unsaved_uses=self.leases.num_unsaved_uses,
+                script_notes=self.resume.script_notes(),
+                save=save,
+                next_save=next_save,
+                threads=thread_names(),
+            )
 
     def start_deadline(self) -> None:
         """From now on the members have `start_seconds` to join."""

@@ -69,7 +69,7 @@ class Liveness:
         self._most = most_seconds
         self._suspect = suspect_seconds
         self._asleep = asleep_seconds
-        self._members: dict[str, _Watched] = {}
+        self.members: dict[str, _Watched] = {}
         self._checked: float | None = None
         self._woken = False  # since the last call
         self._late = False  # between the last two calls
@@ -82,22 +82,22 @@ class Liveness:
         heard from, a closed connection does not shorten its full deadline.
         """
         self._wake(now)
-        before = self._members.get(name)
+        before = self.members.get(name)
         member = _Watched(since=now, phase=now)
         if full:
             if before is not None:
                 member.samples, member.heard = before.samples, before.heard
             member.not_before = now + self._allowed(member)
-        self._members[name] = member
+        self.members[name] = member
 
     def forget(self, name: str) -> None:
         """It has left, or its death was handled: removes it."""
-        self._members.pop(name, None)
+        self.members.pop(name, None)
 
     def heard(self, name: str, now: float) -> None:
         """A sign of life. It clears a suspicion; from an ended process it is only a late message."""
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is None or member.gone is not None:
             return
         member.longest = max(member.longest, now - member.since)
@@ -114,25 +114,25 @@ class Liveness:
         that.
         """
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is not None and member.suspected is None and member.gone is None:
             member.suspected, member.reason = now, reason
 
     def gone(self, name: str, now: float, reason: str) -> None:
         """Its process is known to have ended: dead at once, for good."""
         self._wake(now)
-        member = self._members.get(name)
+        member = self.members.get(name)
         if member is not None and member.gone is None:
             member.gone, member.reason = now, reason
 
     def last_heard(self, name: str) -> float | None:
         """The time of the last sign of life; None if there was none."""
-        member = self._members.get(name)
+        member = self.members.get(name)
         return None if member is None else member.heard
 
     def deadline(self, name: str) -> float:
         """When it counts as dead if nothing happens."""
-        member = self._members[name]
+        member = self.members[name]
         if member.gone is not None:
             return member.gone
         if member.suspected is None:
@@ -147,16 +147,16 @@ class Liveness:
         self._checked = max(self._checked, now)
         return [
             (name, self._reason(member, now))
-            for name, member in self._members.items()
+            for name, member in self.members.items()
             if member.gone is not None or now >= self.deadline(name)
         ]
 
     def next_deadline(self) -> float | None:
         """When to call `dead` again at the latest. None if no member is watched."""
-        if not self._members:
+        if not self.members:
             return None
         assert self._checked is not None
-        return min(self._checked + self._asleep / 2, *(self.deadline(name) for name in self._members))
+        return min(self._checked + self._asleep / 2, *(self.deadline(name) for name in self.members))
 
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
@@ -186,7 +186,7 @@ class Liveness:
             self._patient_until = now + self._least
         # Repeated lateness is overload, not sleep. Part of it counts; otherwise no member would ever be found dead.
         counted = self._asleep if self._late and jump > 0 else 0.0
-        for member in self._members.values():
+        for member in self.members.values():
             member.shift(jump - counted, now)
         self._checked, self._woken = now, True
 

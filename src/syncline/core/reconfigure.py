@@ -274,7 +274,7 @@ class Reconfiguration:
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.replica_sets, self.moves = list(replica_sets), moves
         self.staying, self.phase, self._stretches = dict(staying or {}), phase, dict(stretches or {})
-        self._answers: dict[str, Prepared] = {}
+        self.answers: dict[str, Prepared] = {}
         #: By worker: its clock at a boundary, and its commits between two boundaries.
         self.boundaries: dict[str, tuple[int, int]] = {}
 
@@ -285,12 +285,12 @@ class Reconfiguration:
 
     def prepared(self, server: str, answer: Prepared) -> bool:
         """Takes a server's answer. Returns whether all have answered."""
-        self._answers[server] = answer
-        return len(self._answers) == len(self.servers)
+        self.answers[server] = answer
+        return len(self.answers) == len(self.servers)
 
     @property
     def num_orphans(self) -> int:
-        return sum(answer.num_orphans for answer in self._answers.values())
+        return sum(answer.num_orphans for answer in self.answers.values())
 
     def settle(self) -> list[tuple[str, int, int]]:
         """The clock up to which a worker's commits count: the highest that any server has committed or any copy has.
@@ -298,7 +298,7 @@ class Reconfiguration:
         For fenced workers; for all workers if primaries change, since staged bytes do not move with a slice.
         """
         found, applied = [], self._applied()
-        held = [answer.holds for answer in self._answers.values() if answer.holds is not None]
+        held = [answer.holds for answer in self.answers.values() if answer.holds is not None]
         if held:  # in a ring: what all survivors have or can reach
             reached = settled_by([{(n, i): clock for n, i, clock in answer} for answer in held])
             return [(n, i, reached.get((n, i), 0)) for n, i in {**self.staying, **self.fenced}.items()]
@@ -311,7 +311,7 @@ class Reconfiguration:
     def _applied(self) -> dict[Identity, int]:
         """Every worker's latest step on any copy of any slice."""
         found: dict[Identity, int] = {}
-        for answer in self._answers.values():
+        for answer in self.answers.values():
             for name, incarnation, clock in answer.clocks:
                 found[name, incarnation] = max(clock, found.get((name, incarnation), 0))
         return found
@@ -322,10 +322,10 @@ class Reconfiguration:
         A step that is open on all slices is no loss: it waits for its round, or is dropped everywhere.
         """
         applied, lacking = self._applied(), set()
-        if any(answer.holds is not None for answer in self._answers.values()):
+        if any(answer.holds is not None for answer in self.answers.values()):
             return []
         lives = {life_of(*server) for server in self.servers.items()}
-        for server, answer in self._answers.items():
+        for server, answer in self.answers.items():
             for name, incarnation, least, primary in answer.reach:
                 follows = primary != life_of(server, self.servers[server]) and primary in lives
                 is_out = self.staying.get(name) != incarnation
@@ -338,7 +338,7 @@ class Reconfiguration:
 
     def _speaking(self) -> list[Prepared]:
         """Before any registration: all servers; then those that receive commits."""
-        return [answer for answer in self._answers.values() if answer.is_primary or not self.replica_sets]
+        return [answer for answer in self.answers.values() if answer.is_primary or not self.replica_sets]
 
     def _standings(self) -> list[Standing]:
         return [standing for answer in self._speaking() for standing in answer.standings]
@@ -382,7 +382,7 @@ class Reconfiguration:
 
     def rolls(self) -> list[RoundMembership]:
         """With spare workers: all round memberships known to any server."""
-        return RoundMemberships(roll for answer in self._answers.values() for roll in answer.rolls).entries()
+        return RoundMemberships(roll for answer in self.answers.values() for roll in answer.rolls).entries()
 
     def places(self) -> dict[str, Entered]:
         """For entering workers: the phase of their next commits, or their position."""
@@ -408,8 +408,8 @@ class Reconfiguration:
 
     def step(self) -> int:
         """The job's steps before the next round: applied and open ones."""
-        applied = max((answer.num_updates for answer in self._answers.values()), default=0)
-        return applied + max((answer.num_open for answer in self._answers.values()), default=0)
+        applied = max((answer.num_updates for answer in self.answers.values()), default=0)
+        return applied + max((answer.num_open for answer in self.answers.values()), default=0)
 
     def install(self, members: Sequence[Member]) -> Install:
         return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())

@@ -193,7 +193,7 @@ class Rounds(Generic[T]):
         self._forgotten: dict[str, int] = {}  # workers without a standing -> last incarnation
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._barrier_epoch = 0  # its first phase
-        self._closed = (-BARRIER_EPOCH, 0)  # with spare workers: the last round that was closed
+        self.closed = (-BARRIER_EPOCH, 0)  # with spare workers: the last round that was closed
         self.rolls = RoundMemberships()  # likewise, the last memberships
         self._following: dict[
             tuple[int, int], RoundMembership
@@ -244,9 +244,9 @@ class Rounds(Generic[T]):
         commit = Commit(worker, incarnation, clock, item)
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
-        if self.policy.spare and standing.turn() <= self._closed:
-            self.rolls.was_late(self._closed, commit[:3])
-            return self._is_late(standing, commit, self._closed)
+        if self.policy.spare and standing.turn() <= self.closed:
+            self.rolls.was_late(self.closed, commit[:3])
+            return self._is_late(standing, commit, self.closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
@@ -260,7 +260,7 @@ class Rounds(Generic[T]):
     def learn(self, roll: RoundMembership) -> None:
         """Another server has closed a round."""
         self.rolls.learn(roll)
-        self._closed = max(self._closed, roll.turn)
+        self.closed = max(self.closed, roll.turn)
 
     def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
         """With spare workers and several servers: the membership that a worker must send to the other servers, if
@@ -270,7 +270,7 @@ class Rounds(Generic[T]):
             return None
         # A commit restored with a worker's copy whose round is unknown is void on other servers.
         known = self.rolls.find(worker, incarnation, clock)
-        return known or RoundMembership(*self._closed, [], [(worker, incarnation, clock)])
+        return known or RoundMembership(*self.closed, [], [(worker, incarnation, clock)])
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
         """Whether it is known here that this commit counts or was late."""
@@ -484,7 +484,7 @@ class Rounds(Generic[T]):
 
     def _newest_in_barrier_epoch(self) -> RoundMembership | None:
         """The newest membership of this barrier epoch. Workers that passed a barrier were answered by all servers."""
-        return self.rolls.newest if self._closed[0] >= self._barrier_epoch else None
+        return self.rolls.newest if self.closed[0] >= self._barrier_epoch else None
 
     def _not_through(self) -> list[str]:
         """With spare workers: those that block the next round, since the last one may not be on all slices yet."""

@@ -23,23 +23,23 @@ class ArraySource:
     def __init__(self, arrays: Array | Sequence[Array] | Mapping[str, Array], name: str = "") -> None:
         if isinstance(arrays, Mapping):
             self._names = tuple(str(key) for key in arrays)
-            self._arrays = tuple(np.asanyarray(value) for value in arrays.values())
+            self.arrays = tuple(np.asanyarray(value) for value in arrays.values())
         else:
             given = (arrays,) if isinstance(arrays, np.ndarray) else tuple(arrays)
             self._names = ()
-            self._arrays = tuple(np.asanyarray(value) for value in given)
+            self.arrays = tuple(np.asanyarray(value) for value in given)
         self._name = name or "arrays"
         self._length = self._checked_length()
         self._mapped_from = ""  # the file that all of it is mapped from
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: a mapped file is mapped there, not sent."""
-        return {**self.__dict__, "_arrays": ()} if self._mapped_from else self.__dict__
+        return {**self.__dict__, "arrays": ()} if self._mapped_from else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._mapped_from:
-            self._arrays = (_mapped(self._mapped_from),)
+            self.arrays = (_mapped(self._mapped_from),)
 
     def describe(self) -> str:
         return f"{self._name}, {counted(self._length, 'sample')}: {', '.join(self._labels())}"
@@ -53,14 +53,14 @@ class ArraySource:
 
     def read(self, samples: npt.NDArray[np.int64]) -> Batch:
         rows = run(check_samples(samples, self._length))
-        values = tuple(taken(array, rows) for array in self._arrays)
+        values = tuple(taken(array, rows) for array in self.arrays)
         return dict(zip(self._names, values, strict=True)) if self._names else values
 
     def only(self, columns: Sequence[str] | None) -> ArraySource:
         """The same samples with some of their columns; None: all."""
         if columns is None:
             return self
-        known = dict(zip(self._names, self._arrays, strict=False))
+        known = dict(zip(self._names, self.arrays, strict=False))
         for name in columns:
             if name not in known:
                 there = f"there are {', '.join(known)}" if known else "its arrays have no names"
@@ -71,18 +71,18 @@ class ArraySource:
         return f"{self._name}, element {sample}"
 
     def _labels(self) -> list[str]:
-        names = self._names or tuple(f"array {number}" for number in range(len(self._arrays)))
-        pairs = zip(names, self._arrays, strict=True)
+        names = self._names or tuple(f"array {number}" for number in range(len(self.arrays)))
+        pairs = zip(names, self.arrays, strict=True)
         return [f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in pairs]
 
     def _checked_length(self) -> int:
-        if not self._arrays:
+        if not self.arrays:
             raise DataError(f"{self._name}: there is no array in it; give at least one")
         labels = self._labels()
-        for label, array in zip(labels, self._arrays, strict=True):
+        for label, array in zip(labels, self.arrays, strict=True):
             if array.ndim == 0:
                 raise DataError(f"{self._name}: {label} is a single value; give arrays with one element per sample")
-        lengths = [len(array) for array in self._arrays]
+        lengths = [len(array) for array in self.arrays]
         for label, length in zip(labels, lengths, strict=True):
             if length != lengths[0]:
                 raise DataError(

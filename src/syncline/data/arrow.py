@@ -15,7 +15,7 @@ from syncline.errors import DataError
 
 _NUM_OPENED_AT_ONCE = 16
 _STREAM = b"\xff" * 4  # the magic of an Arrow stream; a file starts with its name
-_PIECE_BYTES, _LEAST_ROWS = 1 << 19, 256
+PIECE_BYTES, LEAST_ROWS = 1 << 19, 256
 
 
 class ParquetFile:
@@ -36,7 +36,7 @@ class ParquetFile:
             if any(nested(self.types[name]) for name in columns):
                 # pyarrow assembles lists faster in pieces that fit into the processor's cache.
                 group = self._footer.row_group(index)
-                num_rows = max(_LEAST_ROWS, _PIECE_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                num_rows = max(LEAST_ROWS, PIECE_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 yield from file.iter_batches(num_rows, row_groups=[index], columns=columns)
             else:
                 yield file.read_row_group(index, columns=columns)

@@ -26,14 +26,14 @@ _log = logging.getLogger("syncline.data")
 #: Fetches the content of a URL, with a size limit; raises OSError or DataError.
 Fetch = Callable[[str, int], bytes]
 
-_SYSTEM_FOLDER = pathlib.Path("/usr/share/datasets/fashion-mnist")
+SYSTEM_FOLDER = pathlib.Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-_FETCH_SECONDS = 300.0  # for a whole file; the largest has 26 MB
+FETCH_SECONDS = 300.0  # for a whole file; the largest has 26 MB
 _SILENCE_SECONDS = 10.0  # for the connection, and between two chunks
 _MOST_BYTES = 64 << 20  # the largest file has 47 MB unzipped
 
 # SHA-256 of the unzipped files; gzip headers differ by name and time.
-_SHA256 = {
+SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
@@ -72,7 +72,7 @@ class _Family:
 
 def download(url: str, most_bytes: int) -> bytes:
     """Fetches the content of a URL; a silent, slow or endless response is an error."""
-    deadline = time.monotonic() + _FETCH_SECONDS
+    deadline = time.monotonic() + FETCH_SECONDS
     content = bytearray()
     with urllib.request.urlopen(url, timeout=_SILENCE_SECONDS) as answer:
         while piece := answer.read1(1 << 20):
@@ -80,7 +80,7 @@ def download(url: str, most_bytes: int) -> bytes:
             if len(content) > most_bytes:
                 raise DataError(f"{url}: longer than the {most_bytes} bytes expected at most")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not whole after {_FETCH_SECONDS:g} s")
+                raise TimeoutError(f"not whole after {FETCH_SECONDS:g} s")
     return bytes(content)
 
 
@@ -100,7 +100,7 @@ def mnist(
     train: bool = True, folder: str | os.PathLike[str] | None = None, *, fetch: Fetch = download
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """MNIST: handwritten digits, in the form of `fashion_mnist` and looked for in the same places."""
-    system = _SYSTEM_FOLDER.with_name("mnist")
+    system = SYSTEM_FOLDER.with_name("mnist")
     family = _Family("mnist", "MNIST", system, _MNIST_URL, _MNIST_SHA256, _MNIST_REMEDY)
     return _images_and_labels(family, train, folder, fetch)
 
@@ -116,7 +116,7 @@ def fashion_mnist_folder() -> tuple[str, pathlib.Path] | None:
 
 
 def _fashion_mnist() -> _Family:
-    return _Family("fashion-mnist", "Fashion-MNIST", _SYSTEM_FOLDER, _URL, _SHA256, FASHION_MNIST_REMEDY)
+    return _Family("fashion-mnist", "Fashion-MNIST", SYSTEM_FOLDER, _URL, SHA256, FASHION_MNIST_REMEDY)
 
 
 def _images_and_labels(

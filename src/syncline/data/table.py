@@ -50,11 +50,11 @@ class TableSource:
     def __init__(
         self, kind: str, files: Sequence[TableFile], columns: Sequence[str] | None, cache_bytes: int = _CACHE_BYTES
     ) -> None:
-        self._kind, self._files, self._cache_bytes = kind, files, cache_bytes
+        self._kind, self.files, self.cache_bytes = kind, files, cache_bytes
         self._columns = _common_columns(files, columns)
         self._chunks = [(file, index) for file in files for index in range(len(file.chunk_sizes))]
-        self._sizes = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
-        sizes = np.asarray(self._sizes, dtype=np.int64)
+        self.chunk_sizes: Sequence[int] = tuple(itertools.chain.from_iterable(file.chunk_sizes for file in files))
+        sizes = np.asarray(self.chunk_sizes, dtype=np.int64)
         self._stops = np.cumsum(sizes)
         self._starts = self._stops - sizes
         self._decoded: collections.OrderedDict[int, _Decoded] = collections.OrderedDict()
@@ -73,15 +73,16 @@ class TableSource:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def describe(self) -> str:
-        rows, files = counted(len(self), "row"), counted(len(self._files), f"{self._kind} file")
+        rows, files = counted(len(self), "row"), counted(len(self.files), f"{self._kind} file")
         return f"{files}, {rows}: columns {', '.join(self._columns)}"
 
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
 
     @property
-    def chunk_sizes(self) -> Sequence[int]:
-        return self._sizes
+    def num_kept(self) -> int:
+        """Chunks that are kept decoded."""
+        return len(self._decoded)
 
     def read(self, samples: npt.NDArray[np.int64]) -> dict[str, Array]:
         samples = check_samples(samples, len(self))
@@ -133,7 +134,7 @@ class TableSource:
         with self._lock:
             self._decoded[number] = decoded
             while (
-                len(self._decoded) > 2 and sum(each.num_bytes for each in self._decoded.values()) > self._cache_bytes
+                len(self._decoded) > 2 and sum(each.num_bytes for each in self._decoded.values()) > self.cache_bytes
             ):
                 self._decoded.popitem(last=False)
         return decoded.arrays

@@ -40,9 +40,9 @@ class InProcess:
         self._job = job
         self.folder = folder
         self.coordinator = Coordinator(given, log=say("coordinator"), watches=False, job=job)
-        self._servers: dict[str, Any] = {}
-        self._endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
-        self._links: dict[str, Link] = {}
+        self.servers: dict[str, Any] = {}
+        self.endpoints: dict[str, list[Endpoint]] = {}  # by the member that they belong to
+        self.links: dict[str, Link] = {}
         self.num_cores = configuration.num_cores()  #: of every simulated host
         self.shares_memory = True  #: between workers and servers; False: bytes are copied, as over sockets
         self._hosts: dict[str, str] = {}  # of members
@@ -53,14 +53,14 @@ class InProcess:
     def stamp(self) -> Stamp:
         return Stamp(self._job)
 
-    def _pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
+    def pair(self, one: Peer, two: Peer, theirs: Any) -> Connection:
         """A connection of `one` whose other end answers with `theirs`."""
         left, right = memory.pair(one, two)
         if not self._are_near(one, two):
             left.shares_memory = right.shares_memory = False
         other = Endpoint(right, self.stamp(), theirs)
         for name in (one.name, two.name):
-            self._endpoints.setdefault(name, []).append(other)
+            self.endpoints.setdefault(name, []).append(other)
         greet = getattr(theirs, "greet", None)
         if greet is not None:
             greet(other)
@@ -77,7 +77,7 @@ class InProcess:
         """A member's link to the coordinator."""
 
         def dial() -> Connection:
-            return self._pair(Peer(role, name, 0), Peer("coordinator", "coordinator", 0), self.coordinator)
+            return self.pair(Peer(role, name, 0), Peer("coordinator", "coordinator", 0), self.coordinator)
 
         def fenced(error: FencedError) -> None:
             hear = getattr(service, "fenced", None)
@@ -87,7 +87,7 @@ class InProcess:
         made = Link(
             dial, service, stamp, patience_seconds=0.0, say=say(name), fenced=fenced, gone=lambda reason: None
         )
-        self._links[name] = made
+        self.links[name] = made
         return made
 
     def add_server(self, name: str, host: str = "local") -> Call:
@@ -102,12 +102,12 @@ class InProcess:
         def dial(member: Member) -> Endpoint:
             me = Peer("server", name, stamp.incarnation)
             there = Peer("server", member.name, 0)
-            return Endpoint(self._pair(me, there, self._server(member.name)), stamp)
+            return Endpoint(self.pair(me, there, self._server(member.name)), stamp)
 
         server = Server(
             name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, home=home, dial=dial
         )
-        self._servers[name] = server
+        self.servers[name] = server
         link = self.link("server", name, server, stamp)
 
         def joined(call: Call) -> None:
@@ -144,9 +144,9 @@ class InProcess:
         return ChannelStorage(device_channel, say(name))
 
     def _server(self, name: str) -> Any:
-        if name not in self._servers:
+        if name not in self.servers:
             raise ConnectionLost(f"{name} is gone")
-        return self._servers[name]
+        return self.servers[name]
 
     def ask_to_join(
         self, name: str, defaults: Mapping[str, Any], host: str = "local"
@@ -165,14 +165,14 @@ class InProcess:
 
     def dial(self, me: Member, stamp: Stamp, member: Member) -> Endpoint:
         one, two = Peer("worker", me.name, me.incarnation), Peer("server", member.name, 0)
-        return Endpoint(self._pair(one, two, self._server(member.name)), stamp)
+        return Endpoint(self.pair(one, two, self._server(member.name)), stamp)
 
     def make_job(
         self, link: Link, handlers: CoordinatorHandlers, stamp: Stamp, joined: Joined, embedded: bool
     ) -> Job:
         me = myself(joined)
         stamp.incarnation = me.incarnation
-        peers = Peers(handlers.rosters, stamp, _Twin(self, me), say(me.name))
+        peers = Peers(handlers.rosters, stamp, WorkerTwin(self, me), say(me.name))
         with self._change:
             self._peers[me.name] = peers
             self._change.notify_all()
@@ -202,7 +202,7 @@ class InProcess:
 
         with self._change:
             seconds = self.coordinator.config.start_seconds
-            self._change.wait_for(lambda: found() is not None or member.name not in self._links, seconds)
+            self._change.wait_for(lambda: found() is not None or member.name not in self.links, seconds)
             peers = found()
         if peers is None or peers.incarnation != member.incarnation:
             raise ConnectionLost(f"{member.name} is gone")
@@ -211,12 +211,12 @@ class InProcess:
     def kill(self, name: str) -> None:
         """Kills this member: its connections break without notice. In a ring its partner dies too."""
         names = [name, partner_of(name)] if self.coordinator.config.is_ring else [name]
-        servers = [self._servers.pop(one) for one in names if one in self._servers]
-        for endpoint in [endpoint for one in names for endpoint in self._endpoints.pop(one, [])]:
+        servers = [self.servers.pop(one) for one in names if one in self.servers]
+        for endpoint in [endpoint for one in names for endpoint in self.endpoints.pop(one, [])]:
             endpoint.close("killed")
         with self._change:
             peers = [self._peers.pop(one) for one in names if one in self._peers]
-            links = [self._links.pop(one) for one in names if one in self._links]
+            links = [self.links.pop(one) for one in names if one in self.links]
             self._change.notify_all()
         for each in peers:
             each.close("killed")
@@ -227,37 +227,37 @@ class InProcess:
 
     def close(self) -> None:
         self.coordinator.close()
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.close()
         with self._change:
-            self._links.clear()
+            self.links.clear()
             self._change.notify_all()
         for peers in list(self._peers.values()):
             peers.close()
-        for server in list(self._servers.values()):
+        for server in list(self.servers.values()):
             server.close()
-        for endpoints in list(self._endpoints.values()):
+        for endpoints in list(self.endpoints.values()):
             for endpoint in list(endpoints):
                 endpoint.close()
 
 
-class _Twin:
+class WorkerTwin:
     """Connects two workers of this process. On different hosts, or with `--transport tcp`, they share no memory."""
 
     def __init__(self, process: InProcess, me: Member) -> None:
-        self._process, self._me = process, me
+        self.process, self.me = process, me
 
     def connect(self, member: Member) -> Connection:
-        others = self._process.peers_of(member)
-        one, two = (Peer("worker", who.name, who.incarnation) for who in (self._me, member))
+        others = self.process.peers_of(member)
+        one, two = (Peer("worker", who.name, who.incarnation) for who in (self.me, member))
         connection = memory.dialled(one, two, others.accept)
-        if self._process.coordinator.config.transport == "tcp" or self._me.host != member.host:
+        if self.process.coordinator.config.transport == "tcp" or self.me.host != member.host:
             connection.share_nothing()
         return connection
 
     def knock(self, member: Member) -> None:
-        others = self._process.peers_of(member)
-        threading.Thread(target=others.knocked, args=(self._me,), name="knock", daemon=True).start()
+        others = self.process.peers_of(member)
+        threading.Thread(target=others.knocked, args=(self.me,), name="knock", daemon=True).start()
 
     def create_memory(self, num_bytes: int) -> HeapMemory:
         return HeapMemory(num_bytes)
@@ -326,7 +326,7 @@ def _with_child_server(given: dict[str, Any], folder: pathlib.Path, defaults: Ma
             say=say(me.name),
             embedded=True,
             beats=False,
-            peers=Peers(handlers.rosters, stamp, _Twin(process, me), say(me.name)),
+            peers=Peers(handlers.rosters, stamp, WorkerTwin(process, me), say(me.name)),
             on_close=close,
         )
     except BaseException:

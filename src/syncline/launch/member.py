@@ -106,7 +106,7 @@ def _run_script(plan: MemberPlan, own_server: OwnServer | None) -> int:
             runpy.run_path(plan.script, run_name="__main__")
         code = 0
     except SystemExit as stop:
-        code = _exit_code(stop)
+        code = exit_code(stop)
     except BaseException as caught:
         code = _failed(plan, caught)
     return _finish(plan, code)
@@ -151,7 +151,7 @@ def leave_on_sigterm(*, saves: bool = False) -> None:
         signal.signal(signal.SIGTERM, lifeline.ToldToEnd(leave, saves=saves))
 
 
-def _exit_code(stop: SystemExit) -> int:
+def exit_code(stop: SystemExit) -> int:
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     sys.stderr.write(f"{stop.code}\n")

@@ -142,7 +142,15 @@ class Serving:
         seconds = self._config.start_seconds
         try:
             join(
-                self._link, "server", self._name, host, self._address, {}, seconds, self._is_in, process=self._process
+                self._link,
+                "server",
+                self._name,
+                host,
+                self._address,
+                {},
+                seconds,
+                self.hear_joined,
+                process=self._process,
             )
         except SynclineError as error:
             self._ends(End(1, error=error))
@@ -152,7 +160,7 @@ class Serving:
         """Whether it has joined."""
         return self._joined is not None
 
-    def _is_in(self, joined: Joined) -> None:
+    def hear_joined(self, joined: Joined) -> None:
         """Called before anything else is read from the coordinator; a repeated request is answered again."""
         if self._joined is not None:
             return

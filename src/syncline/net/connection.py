@@ -22,7 +22,7 @@ class SocketConnection(Connection):
     def __init__(self, stream: Stream, peer: Peer, label: str) -> None:
         super().__init__(peer)
         self.shares_memory = stream.carries_fds
-        self._stream, self._label = stream, label
+        self.stream, self._label = stream, label
         self._sender = struct.pack("<Q", peer.incarnation)
         self._waited_on: PlainStream | None = None  # the same stream, if waiting callers read it
         self._send_lock = threading.Lock()
@@ -38,8 +38,8 @@ class SocketConnection(Connection):
         if closed is not None:
             receiver.lost(closed)
             return False
-        if waiter_reads and self.shares_memory and isinstance(self._stream, PlainStream):
-            self._waited_on = self._stream
+        if waiter_reads and self.shares_memory and isinstance(self.stream, PlainStream):
+            self._waited_on = self.stream
             self._waited_on.bound_reads()
             return True
         self._read_lock.acquire()
@@ -54,7 +54,7 @@ class SocketConnection(Connection):
         self._put(num_bytes, self._write, header, body, buffers, fd)
 
     def post(self, packed: bytes) -> None:
-        self._put(len(packed), self._stream.write, [memoryview(packed)])
+        self._put(len(packed), self.stream.write, [memoryview(packed)])
 
     def _put(self, num_bytes: int, write: Callable[..., None], *what: Any) -> None:
         try:
@@ -79,14 +79,14 @@ class SocketConnection(Connection):
         if header.payload_bytes < 1 << 16:
             views = list(buffers)
             num_bytes = sum(map(len, views))
-            self._stream.write([first, *views], fd)
+            self.stream.write([first, *views], fd)
         else:
             # Buffers may be produced one by one, each while the previous one is being sent.
-            self._stream.write([first], fd)
+            self.stream.write([first], fd)
             num_bytes = 0
             for buffer in buffers:
                 num_bytes += len(buffer)
-                self._stream.write([buffer])
+                self.stream.write([buffer])
         assert num_bytes == header.payload_bytes, f"{num_bytes} bytes sent, {header.payload_bytes} announced"
 
     def _read_frames(self) -> None:
@@ -172,30 +172,30 @@ class SocketConnection(Connection):
             with self._send_lock:  # a woken sender may still be inside the socket
                 if not self._gone:
                     self._gone = True
-                    self._stream.close()
+                    self.stream.close()
         finally:
             self._read_lock.release()
 
     def _read_frame(self) -> None:
         assert self._receiver is not None
-        header = frame.parse_header(self._stream.take(frame.HEADER.size))
-        message = frame.decode(header.kind, self._stream.take(header.body_bytes))
+        header = frame.parse_header(self.stream.take(frame.HEADER.size))
+        message = frame.decode(header.kind, self.stream.take(header.body_bytes))
         payload: Sequence[Buffer] = ()
         if header.payload_bytes:
             payload = self._receiver.buffers_for(header, message)
             if sum(len(buffer) for buffer in payload) != header.payload_bytes:
                 raise FrameError(f"a payload of {header.payload_bytes} bytes does not fit its message")
             for buffer in payload:
-                self._stream.read(buffer)
+                self.stream.read(buffer)
         attachment = self._attachment(header, message)
         self._received[0] += 1
         self._received[1] += frame.HEADER.size + header.body_bytes + header.payload_bytes
         self._receiver.deliver(header, message, payload, attachment)
 
     def _attachment(self, header: Header, message: Any) -> shm.SharedMemory | None:
-        fd = self._stream.take_fd() if header.flags & frame.ATTACHED else None
+        fd = self.stream.take_fd() if header.flags & frame.ATTACHED else None
         # Data read ahead may hold the frame that another descriptor belongs to.
-        stray = self._stream.take_fd() if self._stream.is_drained else None
+        stray = self.stream.take_fd() if self.stream.is_drained else None
         if header.flags & frame.ATTACHED:
             if fd is not None and stray is None and isinstance(getattr(message, "num_bytes", None), int):
                 return shm.accept(fd, message.num_bytes)
@@ -221,7 +221,7 @@ class SocketConnection(Connection):
                 return
             self._closed = reason
             receiver = self._receiver
-        self._stream.shut()
+        self.stream.shut()
         self._give_back()
         if receiver is not None:
             receiver.lost(reason)

@@ -102,7 +102,7 @@ def unpack(kind: type[P], body: bytes) -> P:
         raise FrameError(f"a handshake that cannot be read: {error}") from None
 
 
-def _prove(token: bytes, side: bytes, hello: Hello, peer: Peer, nonce: bytes, certificate: str) -> bytes:
+def prove(token: bytes, side: bytes, hello: Hello, peer: Peer, nonce: bytes, certificate: str) -> bytes:
     parts = (
         side, PROTOCOL, hello.job, hello.role, hello.name, hello.incarnation, hello.nonce,
         peer.role, peer.name, peer.incarnation, nonce, certificate,
@@ -126,12 +126,12 @@ class Connecting:
             raise refusal(challenge.refused)
         peer = Peer(challenge.role, challenge.name, challenge.incarnation)
         _check_peer(peer, challenge.nonce)
-        expected = _prove(self._token, b"listens", self._hello, peer, challenge.nonce, self._certificate)
+        expected = prove(self._token, b"listens", self._hello, peer, challenge.nonce, self._certificate)
         if not hmac.compare_digest(expected, challenge.proof):
             raise TokenError(
                 f"{peer.name} does not prove the token of job {self._hello.job}; use the job file of this job"
             )
-        proof = _prove(self._token, b"connects", self._hello, peer, challenge.nonce, self._certificate)
+        proof = prove(self._token, b"connects", self._hello, peer, challenge.nonce, self._certificate)
         return pack(Proof(proof)), peer
 
     def finish(self, body: bytes) -> None:
@@ -155,7 +155,7 @@ class Listening:
             raise TokenError(f"{hello.name} asks for another job than {self._job}; use the job file of this job")
         self._hello = hello
         me = self._me
-        proof = _prove(self._token, b"listens", hello, me, self._nonce, self._certificate)
+        proof = prove(self._token, b"listens", hello, me, self._nonce, self._certificate)
         return pack(Challenge(me.role, me.name, me.incarnation, self._nonce, proof))
 
     @property
@@ -166,7 +166,7 @@ class Listening:
     def welcome(self, body: bytes) -> tuple[bytes, Peer]:
         assert self._hello is not None
         hello, proof = self._hello, unpack(Proof, body).proof
-        expected = _prove(self._token, b"connects", hello, self._me, self._nonce, self._certificate)
+        expected = prove(self._token, b"connects", hello, self._me, self._nonce, self._certificate)
         if not hmac.compare_digest(expected, proof):
             raise TokenError(
                 f"{hello.name} does not prove the token of job {self._job}; use the job file of this job"

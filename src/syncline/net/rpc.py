@@ -224,7 +224,7 @@ class Endpoint:
     def __init__(
         self, connection: Connection, stamp: Stamp, service: Service | None = None, *, waiter_reads: bool = False
     ) -> None:
-        self._connection, self._stamp = connection, stamp
+        self.connection, self._stamp = connection, stamp
         self._service: Service = service or NoService()
         self.peer = connection.peer
         self.shares_memory = connection.shares_memory
@@ -296,7 +296,7 @@ class Endpoint:
             frame.kind_of(message), number, flags, stamp.job, stamp.incarnation, stamp.generation, stamp.term,
             len(body), payload_bytes,
         )  # fmt: skip
-        self._connection.send(header, body, buffers, attachment)
+        self.connection.send(header, body, buffers, attachment)
 
     def head(self, kind: type[Message], body: bytes, payload_bytes: int) -> bytes:
         """Header and body of an unanswered frame, for `post` and `take_like`."""
@@ -377,14 +377,14 @@ class Endpoint:
                 ends.callback(call.finish, None, None, ConnectionLost(f"{self.peer} is gone: {reason}"))
 
     def close(self, reason: str = "closed") -> None:
-        self._connection.close(reason)
+        self.connection.close(reason)
 
     @property
     def is_open(self) -> bool:
         return self._lost is None
 
     def stats(self) -> WireStats:
-        return self._connection.stats()
+        return self.connection.stats()
 
 
 def wait_all(calls: Sequence[Call], timeout_seconds: float | None) -> list[Message]:

@@ -52,7 +52,7 @@ def create(num_bytes: int, *, for_all: bool = False) -> SharedMemory:
     except BaseException:
         os.close(fd)
         raise
-    _seal(fd, is_final=not for_all)
+    seal(fd, is_final=not for_all)
     return memory
 
 
@@ -120,7 +120,7 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def _seal(fd: int, *, is_final: bool) -> None:
+def seal(fd: int, *, is_final: bool) -> None:
     if not hasattr(os, "memfd_create"):
         return
     import fcntl

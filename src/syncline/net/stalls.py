@@ -31,11 +31,11 @@ class Stall:
 
     def __init__(self, sock: socket.socket, peer: str, seconds: float) -> None:
         self._sock, self._peer, self._seconds = sock, peer, seconds
-        self._unsent, self._since = _unsent_bytes(sock), time.monotonic()
+        self._unsent, self._since = unsent_bytes(sock), time.monotonic()
 
     def check(self) -> None:
         """Still no room: raises Stalled if nothing was read for too long."""
-        unsent, now = _unsent_bytes(self._sock), time.monotonic()
+        unsent, now = unsent_bytes(self._sock), time.monotonic()
         if unsent != self._unsent:
             self._unsent, self._since = unsent, now
         elif now - self._since >= self._seconds:
@@ -62,7 +62,7 @@ def why_broken(error: Exception, peer: str, when: str = "") -> str:
     return f"the connection broke{when}: {error}"
 
 
-def _unsent_bytes(sock: socket.socket) -> int:
+def unsent_bytes(sock: socket.socket) -> int:
     """Unsent bytes in the socket; -1 if unknown."""
     answer = array.array("i", [-1])
     with contextlib.suppress(OSError, ValueError):

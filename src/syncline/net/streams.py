@@ -65,7 +65,7 @@ class PlainStream:
     def __init__(
         self, sock: socket.socket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS
     ) -> None:
-        self._sock, self._peer, self._stall_seconds = sock, peer, stall_seconds
+        self.sock, self._peer, self.stall_seconds = sock, peer, stall_seconds
         bound(sock, socket.SO_SNDTIMEO, look_seconds(stall_seconds))
         self.carries_fds = sock.family == getattr(socket, "AF_UNIX", None)
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
@@ -82,9 +82,9 @@ class PlainStream:
         stall: Stall | None = None
         while pending:
             try:
-                sent = self._sock.sendmsg(pending[:64], ancillary)
+                sent = self.sock.sendmsg(pending[:64], ancillary)
             except BlockingIOError:
-                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
+                stall = stall or Stall(self.sock, self._peer, self.stall_seconds)
                 stall.check()
                 continue
             except (OSError, ValueError) as error:
@@ -112,7 +112,7 @@ class PlainStream:
         try:
             self._read_ahead()
             while self._end < count:
-                more = self._sock.recv_into(self._ahead[self._end : count])
+                more = self.sock.recv_into(self._ahead[self._end : count])
                 self._end += self._some(more)
         except (OSError, ValueError) as error:
             raise self._not_read(error) from None
@@ -122,10 +122,10 @@ class PlainStream:
         sent, stall = 0, None
         while sent < len(view):
             try:
-                sent += self._sock.send(view[sent:] if sent else view)
+                sent += self.sock.send(view[sent:] if sent else view)
                 stall = None
             except BlockingIOError:
-                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
+                stall = stall or Stall(self.sock, self._peer, self.stall_seconds)
                 stall.check()
             except (OSError, ValueError) as error:
                 raise self._not_sent(error) from None
@@ -137,7 +137,7 @@ class PlainStream:
 
     def bound_reads(self) -> None:
         """For waiting callers: a read timeout, so that they do not wait for ever within a frame."""
-        bound(self._sock, socket.SO_RCVTIMEO, self._stall_seconds)
+        bound(self.sock, socket.SO_RCVTIMEO, self.stall_seconds)
         ahead, self._ahead = self._ahead, memoryview(bytearray(AHEAD_BYTES_WAITING))
         self._ahead[: len(ahead)] = ahead
 
@@ -145,7 +145,7 @@ class PlainStream:
         if isinstance(error, ConnectionLost):
             return error
         if isinstance(error, BlockingIOError):
-            return ConnectionLost(f"nothing more of a frame came from {self._peer} within {self._stall_seconds:g} s")
+            return ConnectionLost(f"nothing more of a frame came from {self._peer} within {self.stall_seconds:g} s")
         return ConnectionLost(why_broken(error, self._peer))
 
     def read(self, view: memoryview) -> None:
@@ -153,7 +153,7 @@ class PlainStream:
             while size := len(view):
                 if self._start == self._end:
                     if size >= len(self._ahead):
-                        view = view[self._some(self._sock.recv_into(view, size, socket.MSG_WAITALL)) :]
+                        view = view[self._some(self.sock.recv_into(view, size, socket.MSG_WAITALL)) :]
                         continue
                     self._read_ahead()
                 count = min(size, self._end - self._start)
@@ -165,13 +165,13 @@ class PlainStream:
 
     def _read_ahead(self) -> None:
         if self.carries_fds:
-            count, ancillary, _, _ = self._sock.recvmsg_into([self._ahead], _FD_SPACE)
+            count, ancillary, _, _ = self.sock.recvmsg_into([self._ahead], _FD_SPACE)
             if ancillary:
                 _collect_fds(ancillary, self._fds)
                 if len(self._fds) > _MOST_FDS:
                     raise ConnectionLost(f"{len(self._fds)} file descriptors came that no frame has asked for")
         else:
-            count = self._sock.recv_into(self._ahead)
+            count = self.sock.recv_into(self._ahead)
         self._start, self._end = 0, self._some(count)
 
     @staticmethod
@@ -187,7 +187,7 @@ class PlainStream:
         try:
             if self._poll is None:
                 self._poll = select.poll()
-                self._poll.register(self._sock, select.POLLIN)
+                self._poll.register(self.sock, select.POLLIN)
             return bool(self._poll.poll(min(seconds, _MOST_SECONDS) * 1e3))
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"the connection is closed: {error}") from None
@@ -212,12 +212,12 @@ class PlainStream:
 
     def shut(self) -> None:
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popleft())
-        self._sock.close()
+        self.sock.close()
 
 
 def _collect_fds(ancillary: Iterable[tuple[int, int, bytes]], fds: collections.deque[int]) -> None:
@@ -239,7 +239,7 @@ class TlsStream:
         self, sock: ssl.SSLSocket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS
     ) -> None:
         sock.setblocking(False)
-        self._sock, self._peer, self._stall_seconds = sock, peer, stall_seconds
+        self.sock, self._peer, self.stall_seconds = sock, peer, stall_seconds
         self._lock = threading.Lock()
         self._closed = False
         # A pipe that wakes waiting threads when the stream is closed.
@@ -249,7 +249,7 @@ class TlsStream:
         assert fd is None
         for view in buffers:
             while len(view):
-                view = view[self._attempt(lambda chunk=view: self._sock.send(chunk[: 1 << 20]), "sending") :]
+                view = view[self._attempt(lambda chunk=view: self.sock.send(chunk[: 1 << 20]), "sending") :]
 
     def take(self, count: int) -> memoryview:
         view = memoryview(bytearray(count))
@@ -265,7 +265,7 @@ class TlsStream:
 
     def read(self, view: memoryview) -> None:
         while len(view):
-            count = self._attempt(lambda target=view: self._sock.recv_into(target), "receiving")
+            count = self._attempt(lambda target=view: self.sock.recv_into(target), "receiving")
             if not count:
                 raise ConnectionLost("the other side closed the connection")
             view = view[count:]
@@ -289,8 +289,8 @@ class TlsStream:
                 reason = why_broken(error, self._peer, f" while {doing}")
                 raise (Stalled if given_up else ConnectionLost)(reason) from None
             if doing == "sending":
-                stall = stall or Stall(self._sock, self._peer, self._stall_seconds)
-                if not self._wait(event, look_seconds(self._stall_seconds)):
+                stall = stall or Stall(self.sock, self._peer, self.stall_seconds)
+                if not self._wait(event, look_seconds(self.stall_seconds)):
                     stall.check()
             else:
                 self._wait(event, None)
@@ -298,7 +298,7 @@ class TlsStream:
     def _wait(self, event: int, seconds: float | None) -> bool:
         poll = select.poll()
         try:
-            poll.register(self._sock, event)
+            poll.register(self.sock, event)
             poll.register(self._wake_read, select.POLLIN)
             return bool(poll.poll(None if seconds is None else seconds * 1e3))
         except (OSError, ValueError) as error:
@@ -310,11 +310,11 @@ class TlsStream:
                 return
             self._closed = True
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self.sock.shutdown(socket.SHUT_RDWR)
             os.close(self._wake_write)
 
     def close(self) -> None:
         self.shut()
         with contextlib.suppress(OSError):
-            self._sock.close()
+            self.sock.close()
         os.close(self._wake_read)

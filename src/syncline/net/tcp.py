@@ -66,7 +66,7 @@ def connect_unix(path: str, identity: Identity, seconds: float) -> SocketConnect
             sock.connect(_unix_name(path))
         except (BlockingIOError, TimeoutError) as error:
             raise NoAnswer(f"too many wait to be heard there: {error}") from None
-        return _connected(sock, identity, "")
+        return connected(sock, identity, "")
     except BaseException:
         sock.close()
         raise
@@ -81,7 +81,7 @@ def connect_tcp(host: str, port: int, identity: Identity, seconds: float) -> Soc
         if not is_loopback(sock.getpeername()[0]):
             sock = _encrypted(sock)
             certificate = peer_digest(sock)
-        return _connected(sock, identity, certificate)
+        return connected(sock, identity, certificate)
     except BaseException:
         sock.close()
         raise
@@ -94,7 +94,7 @@ def _encrypted(sock: socket.socket) -> ssl.SSLSocket:
         raise NoAnswer(f"no TLS handshake within {sock.gettimeout() or 0.0:g} s") from error
 
 
-def _connected(sock: socket.socket, identity: Identity, certificate: str) -> SocketConnection:
+def connected(sock: socket.socket, identity: Identity, certificate: str) -> SocketConnection:
     side = handshake.Connecting(identity.token, identity.job, identity.me, certificate)
     return _open(sock, proving.connecting(sock, side))
 
@@ -140,7 +140,7 @@ class Listener:
         for listening in self._sockets:
             listening.listen(128)
             listening.setblocking(False)
-            thread = threading.Thread(target=self._serve, args=(listening,), name="accept", daemon=True)
+            thread = threading.Thread(target=self.serve, args=(listening,), name="accept", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -158,7 +158,12 @@ class Listener:
         """Handshakes use this identity from now on."""
         self._identity = identity
 
-    def _serve(self, listening: socket.socket) -> None:
+    @property
+    def num_strangers(self) -> int:
+        """Connections that have not proved yet who they are."""
+        return len(self._strangers)
+
+    def serve(self, listening: socket.socket) -> None:
         with selectors.DefaultSelector() as looks:
             for sock in (listening, self._ends[0]):
                 looks.register(sock, selectors.EVENT_READ)

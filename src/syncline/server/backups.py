@@ -232,12 +232,12 @@ class Backups:
                 if backup.is_out:
                     raise FencedError(f"{request.peer} is not the primary of this slice any more")
                 if isinstance(message, Seed):
-                    self._take_seed(backup, request, message)
+                    self.take_seed(backup, request, message)
                     continue
                 assert isinstance(message, Replicate)
                 if message.ballot is None or self._ring is None:
-                    self._take_update(backup, request, message)
-                elif not self._hold(backup, request, message, message.ballot, self._ring):
+                    self.take_update(backup, request, message)
+                elif not self.hold(backup, request, message, message.ballot, self._ring):
                     with self._lock:
                         backup.queue.appendleft(request)
                         backup.is_busy = num_thaws != self._num_thaws
@@ -251,7 +251,7 @@ class Backups:
             except Exception as error:  # callers must get an error, whatever it is
                 request.refuse(SynclineError(f"{type(error).__name__}: {error}"))
 
-    def _take_seed(self, backup: Backup, request: Request, message: Seed) -> None:
+    def take_seed(self, backup: Backup, request: Request, message: Seed) -> None:
         values, *states = request.payload or (memoryview(b""),)
         slot = backup.slot
         if slot is not None and backup.primary == request.peer.name and message.version < slot.state.version:
@@ -287,7 +287,7 @@ class Backups:
             self._blocks.let_go(block)  # only the slice keeps the block now
         return HostedSlice(segment, part, view, self._home)
 
-    def _take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
+    def take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
         slot = slot_of(backup, message)
         if message.roll is not None and self._learn is not None:
             self._learn(message.roll)
@@ -354,7 +354,7 @@ class Backups:
             small = self._find(number)[1].num_bytes <= INLINE_BYTES
             self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
-    def _hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: RingRounds) -> bool:
+    def hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: RingRounds) -> bool:
         """Returns whether the update is held; False defers it until the reconfiguration is over."""
         slot = slot_of(backup, message)
         with slot.lock:

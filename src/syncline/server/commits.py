@@ -375,6 +375,14 @@ class Commits:
         with self.state_lock:
             return {(name, inc): clock for name, (inc, clock) in self.rounds.clocks().items()}
 
+    def held(self) -> dict[str, int]:
+        """How many there are of everything that workers bring."""
+        with self.state_lock:
+            standings, open_rounds = len(self.rounds.standings), self.rounds.num_open
+            return {
+                "standings": standings, "open rounds": open_rounds, "staged": len(self._staged), **self.flow.held()
+            }  # fmt: skip
+
     def why(self, worker: str) -> tuple[str, bool]:
         """Explains whom this worker waits for, and whether a round waits for this worker."""
         with self.state_lock:

@@ -98,7 +98,7 @@ class SnapshotSlice:
         self.clocks = tuple(slot.state.clock_entries())
         self.num_bytes = 0  # with rule state, once known
         self._entries: list[StateEntry] | None = None
-        self._kept: Bytes | None = None  # a copy: the parameters, then the rule state
+        self.kept: Bytes | None = None  # a copy: the parameters, then the rule state
         self.is_taken = False  # copied or written: the live slice may change
 
     @property
@@ -152,7 +152,7 @@ class SnapshotSlice:
     def let_go(self) -> None:
         """Under the slice's lock: the data is no longer needed."""
         self.unhook()
-        self._kept = None
+        self.kept = None
 
     def unhook(self) -> None:
         """Under the slice's lock: updates no longer call this object."""
@@ -181,7 +181,7 @@ class SnapshotSlice:
         for _, tensor in self._live():
             into[at : at + tensor.numel()].copy_(tensor)
             at += tensor.numel()
-        self._kept = memory
+        self.kept = memory
         return True
 
     def take(self, writer: Writer) -> None:
@@ -196,7 +196,7 @@ class SnapshotSlice:
 
     def write(self, writer: Writer) -> None:
         """Writes the copy and frees its memory. Does nothing if an update has written the slice already."""
-        kept, self._kept = self._kept, None
+        kept, self.kept = self.kept, None
         if kept is None:
             return
         sizes = [(self.name, self.slot.part.num_bytes), *((self._name_of(e), e.num_bytes) for e in self.entries())]

@@ -167,6 +167,13 @@ class RoundExecutor:
         """Under `state_lock`, in a ring: whether the round awaited votes and replica sets have changed since."""
         return work.waits_for_votes and self._ring is not None and not self._ring.expects(work)
 
+    def held(self) -> dict[str, int]:
+        """Under `state_lock`: how many there are of everything that rounds bring."""
+        return {
+            "parked": len(self._parked), "under way": len(self._under_way), "busy": len(self._busy),
+            "clipping": len(self.clipping.works()), "going": len(self.going), "clocks told": len(self._clocks),
+        }  # fmt: skip
+
     @property
     def is_applying(self) -> bool:
         """Under `state_lock`: whether a decided round is being applied."""

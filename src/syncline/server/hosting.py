@@ -76,8 +76,8 @@ class Hosting:
         self.slices: dict[int, HostedSlice] = {}  # whose primary is this server
         self._arriving: dict[int, HostedSlice] = {}  # whose primary is this server from the next generation on
         self.blocks = Blocks(create_memory, home, log)
-        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self._check_sender)
-        self._replica_sets: dict[int, ReplicaSet] = {}
+        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self.check_sender)
+        self.replica_sets: dict[int, ReplicaSet] = {}
         self._primaries: dict[int, str] = {}  # by slice: the incarnation of its primary
         self._members: dict[str, Member] = {}
         self._partners: dict[Identity, Partner] = {}
@@ -166,11 +166,11 @@ class Hosting:
         """Updates members and replica sets."""
         self._members = {member.name: member for member in members}
         for replica_set in replica_sets:
-            if replica_set.slice not in self._replica_sets:  # those of a generation count when it is installed
+            if replica_set.slice not in self.replica_sets:  # those of a generation count when it is installed
                 self._sit(replica_set)
 
     def _sit(self, replica_set: ReplicaSet) -> None:
-        self._replica_sets[replica_set.slice], self._primaries[replica_set.slice] = (
+        self.replica_sets[replica_set.slice], self._primaries[replica_set.slice] = (
             replica_set,
             self._life_of(replica_set.primary),
         )
@@ -179,7 +179,7 @@ class Hosting:
         member = self._members.get(server)
         return life_of(server, member.incarnation) if member is not None else ""
 
-    def _check_sender(self, peer: Peer, number: int) -> None:
+    def check_sender(self, peer: Peer, number: int) -> None:
         """Refuses updates from servers other than the slice's primary. A former primary that does not know yet is
         accepted.
         """
@@ -189,7 +189,7 @@ class Hosting:
             raise FencedError(f"slice {number} is hosted again by {self.name}")
         if self.backups.was_of(number, peer.name):
             return
-        replica_set, member = self._replica_sets.get(number), self._members.get(peer.name)
+        replica_set, member = self.replica_sets.get(number), self._members.get(peer.name)
         if replica_set is not None and replica_set.primary != peer.name:
             raise FencedError(f"{peer} is not the primary of slice {number}; {replica_set.primary or 'nobody'} is")
         if number in self.slices:
@@ -225,12 +225,12 @@ class Hosting:
 
     def deputies_by(self, config: JobConfig) -> HostLeaders | None:
         """In a ring: the host leaders by the current replica sets."""
-        return host_leaders_of(config, dict(self._replica_sets), list(self._members.values()))
+        return host_leaders_of(config, dict(self.replica_sets), list(self._members.values()))
 
     def spread_by(self, spread: Spread) -> frozenset[int]:
         """In a ring: the spread slices by the current replica sets."""
         hosts = {member.name: member.host for member in self._members.values()}
-        return spread.of(self._parts.values(), self._replica_sets, hosts)
+        return spread.of(self._parts.values(), self.replica_sets, hosts)
 
     def partners_named(self, names: Collection[str]) -> list[Partner]:
         """The connections to these servers, without this one."""
@@ -276,7 +276,7 @@ class Hosting:
 
     def has_all(self) -> bool:
         """Whether all slices that the replica sets place here are complete."""
-        mine = [number for number, replica_set in dict(self._replica_sets).items() if self.name in replica_set.names]
+        mine = [number for number, replica_set in dict(self.replica_sets).items() if self.name in replica_set.names]
         return all(number in self.slices or self.backups.slot_of(number) is not None for number in mine)
 
     def leaving(self, replica_sets: Iterable[ReplicaSet]) -> list[int]:
@@ -293,7 +293,7 @@ class Hosting:
         """
         self.hear(members, ())
         for replica_set in replica_sets:
-            before = self._replica_sets.get(replica_set.slice)
+            before = self.replica_sets.get(replica_set.slice)
             self._sit(replica_set)
             if replica_set.primary == self.name:
                 self._become_primary(replica_set, before)

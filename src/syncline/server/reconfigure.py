@@ -59,10 +59,10 @@ class ServerReconfiguration:
         self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
         self._flow, self._departures, self._state_lock = commits.flow, commits.departures, commits.state_lock
         self.installed, self._is_late = generation if not is_late else 0, is_late
-        self._replicas, self._log, self._hold_seconds = replicas, log, hold_seconds
+        self._replicas, self._log, self.hold_seconds = replicas, log, hold_seconds
         self._supplying = threading.Lock()
         self._hold: _Hold | None = None
-        self._is_half_way = False  # a move has begun: leaving slices take no more updates
+        self.is_half_way = False  # a move has begun: leaving slices take no more updates
         self._cut_off, self._is_closed = cut_off, False
         self._through = Latch()  # of the last Install: set when its fences are on every slice
         self._through.open()
@@ -99,7 +99,7 @@ class ServerReconfiguration:
                 self._voting.freeze()  # before backups are released: leaving servers still vote
         if before is not None:
             before.ended.set()
-        if self._voting is not None and not message.moves and not self._is_half_way:
+        if self._voting is not None and not message.moves and not self.is_half_way:
             self._voting.thaw()  # the generation prepared before this was superseded
         # Wait for the supply of the previous generation. It ends when it sees this one, unless its receiver hangs.
         if self._supplying.acquire(timeout=_SUPPLY_SECONDS):
@@ -120,7 +120,7 @@ class ServerReconfiguration:
             answer = self._prepared(message)
         faults.reach("prepare.held")
         request.reply(answer)
-        hold.ended.wait(self._hold_seconds * (MOVE_TIMES if message.moves else 1.0))
+        hold.ended.wait(self.hold_seconds * (MOVE_TIMES if message.moves else 1.0))
         self._end_by_itself(hold)
 
     def let_go(self, message: LetGo) -> None:
@@ -183,7 +183,7 @@ class ServerReconfiguration:
 
     def _end_by_itself(self, hold: _Hold) -> None:
         with self._state_lock:
-            if self._hold is not hold or hold.is_installing or self._is_half_way or self._is_closed:
+            if self._hold is not hold or hold.is_installing or self.is_half_way or self._is_closed:
                 return
             self._hold = None
             self._commits.holding.let_go()
@@ -293,7 +293,7 @@ class ServerReconfiguration:
                 clocks = {(name, incarnation): clock for name, incarnation, clock in message.settle}
                 works, run = self._voting.settle(clocks)
             settled = self._flow.take_requests_in(works)
-            self._is_half_way = True  # from here on only an Install ends the hold
+            self.is_half_way = True  # from here on only an Install ends the hold
         run()
         self._wait_settled(hold)
         refresh = Refresh(f"primaries have changed with generation {message.generation}: to be made again")
@@ -345,7 +345,7 @@ class ServerReconfiguration:
             names = {name for replica_set in self._hold.message.replica_sets for name in replica_set.names}
             self._voting.begin(message.generation, names)
         self.installed, self._hold, self._through = message.generation, None, through
-        self._is_half_way = False
+        self.is_half_way = False
         self._flow.num_servers = sum(member.role == "server" for member in message.members)
         self._flow.hosts_others()
         self._commits.ranks.hear(message.members)

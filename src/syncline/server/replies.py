@@ -74,6 +74,11 @@ class Outgoing:
 
     # -- pulls --------------------------------------------------------------------------------------------
 
+    @property
+    def num_accounts(self) -> int:
+        """Connections that something is owed to."""
+        return len(self._accounts)
+
     def pull(self, endpoint: Endpoint, num_bytes: int, go: Callable[[], None]) -> None:
         """Calls `go` to copy and send, now or in turn. `pulled` must follow."""
         with self._lock:

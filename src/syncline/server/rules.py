@@ -242,6 +242,11 @@ class SliceRules:
             known = self._splits[id(flat)] = (flat, self._split(flat))
         return known[1]
 
+    @property
+    def num_views(self) -> int:
+        """Staged tensors whose pieces are known."""
+        return len(self._splits)
+
     def forget_staged(self) -> None:
         """Drops cached views: some gradient memory is gone."""
         self._splits.clear()

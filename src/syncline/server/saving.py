@@ -64,35 +64,35 @@ class Saving:
     """The current save of this server, if any."""
 
     def __init__(self, log: Callable[[str], None], open_writer: OpenWriter = open_writer) -> None:
-        self._log, self._open_writer = log, open_writer
+        self._log, self.open_writer = log, open_writer
         self.most_bytes = 0  # limit for copies of one save; 0: none
         self._changed = threading.Condition()
-        self._marks: CowSnapshot | None = None
+        self.marks: CowSnapshot | None = None
         self._writing: CowSnapshot | None = None
         self._num_writing = 0
 
     def mark(self, number: int, slots: list[HostedSlice]) -> None:
         """Marks the slices, under `state_lock` while no update is in flight. Ends an earlier save."""
         with self._changed:
-            before, self._marks = self._marks, None
+            before, self.marks = self.marks, None
         _let_go(before)
         marks = CowSnapshot(number, slots, self.most_bytes, self._log)
         with self._changed:
-            self._marks = marks
+            self.marks = marks
 
     def end(self, message: EndSave) -> None:
         with self._changed:
-            marks = self._marks
+            marks = self.marks
             if marks is None or marks.number > message.number:
                 return
-            self._marks = None
+            self.marks = None
         _let_go(marks)
 
     def close(self) -> None:
         """The server is closing and will free its memory."""
         with self._changed:
-            if self._marks is not None:
-                self._marks.end()
+            if self.marks is not None:
+                self.marks.end()
             self._changed.wait_for(lambda: not self._num_writing, _END_SECONDS)
 
     # -- the file -----------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Saving:
 
     def _write(self, message: WriteMarked) -> WrittenMarked:
         with self._changed:
-            marks = self._marks
+            marks = self.marks
             if marks is None or marks.number != message.number:
                 raise StoreError(f"nothing is marked for save {message.number}")
             if marks is self._writing:
@@ -115,14 +115,14 @@ class Saving:
             marks.end()
             marks.release()
             with self._changed:
-                self._marks = None if self._marks is marks else self._marks
+                self.marks = None if self.marks is marks else self.marks
                 self._writing = None if self._writing is marks else self._writing
                 self._num_writing -= 1
                 self._changed.notify_all()
 
     def _write_marked(self, marks: CowSnapshot, message: WriteMarked) -> WrittenMarked:
         slices = list(marks.slices)
-        writer = self._open_writer(message.folder, message.file, [t for marked in slices for t in marked.plan()])
+        writer = self.open_writer(message.folder, message.file, [t for marked in slices for t in marked.plan()])
         try:
             marks.begin(writer)
             self._write_all(marks, writer)

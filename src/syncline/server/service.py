@@ -76,7 +76,7 @@ from syncline.server.state_transfer import StateTransfer
 from syncline.server.storage import SliceStorage
 from syncline.server.tasks import StagedCommit
 from syncline.server.waits import beat_of
-from syncline.stats import ServerStats, WireStats
+from syncline.stats import ServerDebugState, ServerStats, WireStats, thread_names
 
 #: Messages that need no current replica sets.
 _ALWAYS = (Leave, AskWhy)
@@ -109,30 +109,30 @@ class Server:
         self._commits: Commits | None = None
         self._generations: ServerReconfiguration | None = None
         self._heard = 0  # the generation of the newest roster
-        self._ring: Ring | None = None
+        self.ring: Ring | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
-        self._hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
+        self.hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
         self.name = name
-        self._slices = self._hosting.slices
-        self._pulls = Pulls(self._slices, pool, self._senders, moved=self._moved)
-        self._staging = Staging(self._home.release, self._home.device_channel)
-        self._states = StateTransfer(self._slices, find=lambda number: self._hosting.find(number)[1])
-        self._seeding = Seeding(self._slices)
-        self._values = Values(self._hosting)
+        self.slices = self.hosting.slices
+        self._pulls = Pulls(self.slices, pool, self._senders, moved=self._moved)
+        self.staging = Staging(self._home.release, self._home.device_channel)
+        self._states = StateTransfer(self.slices, find=lambda number: self.hosting.find(number)[1])
+        self._seeding = Seeding(self.slices)
+        self._values = Values(self.hosting)
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
-        self._saving, self._loading = Saving(log), Loading(self._hosting)
+        self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
         self._rare = self._rare_handlers()
 
     @property
     def name(self) -> str:
-        return self._hosting.name
+        return self.hosting.name
 
     @name.setter
     def name(self, name: str) -> None:
-        self._hosting.name = name
+        self.hosting.name = name
 
     def form(self, joined: Joined) -> None:
         """The job is formed: commits are accepted from now on."""
@@ -141,21 +141,21 @@ class Server:
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         num_servers = sum(m.role == "server" for m in joined.members)
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
-        flow = RoundExecutor(rounds, self._slices, self._pool, self._pulls, num_servers, self._log)
+        flow = RoundExecutor(rounds, self.slices, self._pool, self._pulls, num_servers, self._log)
         commits = Commits(
-            rounds, self._slices, flow, self._pulls, self._staging,
-            segments=self._hosting.segments, find=self._hosting.find,
+            rounds, self.slices, flow, self._pulls, self.staging,
+            segments=self.hosting.segments, find=self.hosting.find,
         )  # fmt: skip
-        self._hosting.hear(joined.members, ())
+        self.hosting.hear(joined.members, ())
         commits.ranks.hear(joined.members)
         codecs = codecs_of(config, load)
         if config.is_ring:
-            self._ring = Ring(config, commits, self._hosting, self._pool, Spread(config, codecs))
+            self.ring = Ring(config, commits, self.hosting, self._pool, Spread(config, codecs))
         flow.count_workers(config.replicas)
         self._generations = ServerReconfiguration(
             self.name,
             commits,
-            self._hosting,
+            self.hosting,
             self._pulls,
             generation=joined.generation,
             is_late=joined.late,
@@ -163,16 +163,16 @@ class Server:
             log=self._log,
             hold_seconds=self._hold_seconds,
             cut_off=self._cut_off,
-            voting=self._ring.voting if self._ring is not None else None,
+            voting=self.ring.voting if self.ring is not None else None,
         )
-        self._saving.most_bytes = config.save_memory
+        self.saving.most_bytes = config.save_memory
         self._home.decay = parse_average(config.average).decay if config.average else 0.0
-        self._barrier = SnapshotBarrierService(self.name, commits, mark=self._saving.mark, log=self._log)
+        self._barrier = SnapshotBarrierService(self.name, commits, mark=self.saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
-        self._pulls.coder, self._hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
-        self._pulls.backups = self._hosting.backups if config.is_ring else None
+        self._pulls.coder, self.hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
+        self._pulls.backups = self.hosting.backups if config.is_ring else None
         self._commits = commits
-        self._hosting.backups.form(commits.learn)
+        self.hosting.backups.form(commits.learn)
         self._pulls.outgoing.window = config.window
 
     def hear(self, roster: Roster) -> None:
@@ -181,9 +181,9 @@ class Server:
             if roster.generation < max(self._heard, self._generations.installed if self._generations else 0):
                 return
             self._heard = roster.generation
-            self._hosting.hear(roster.members, roster.replica_sets)
+            self.hosting.hear(roster.members, roster.replica_sets)
         if self._commits is not None and roster.generation >= self._commits.moved:
-            self._hosting.backups.are_all_told()
+            self.hosting.backups.are_all_told()
         if self._commits is not None and self._generations is not None:
             self._generations.hear(roster)
             self._commits.ranks.hear(roster.members)
@@ -209,7 +209,7 @@ class Server:
     def _moved(self, number: int) -> SynclineError | None:
         """Why an existing slice is not here."""
         moved = self._commits.moved if self._commits is not None else 0
-        if not moved or not self._hosting.knows(number):
+        if not moved or not self.hosting.knows(number):
             return None
         return Refresh(f"slice {number} is elsewhere since generation {moved}")
 
@@ -219,9 +219,9 @@ class Server:
         if isinstance(message, Stage):
             return self.commits.buffers_for(peer, message)
         if isinstance(message, Replicate | Seed):
-            return self._hosting.backups.buffers_for(peer, message)
+            return self.hosting.backups.buffers_for(peer, message)
         if isinstance(message, HostSum | WholeSum):
-            return buffers_for_sum(self._ring, peer, message)
+            return buffers_for_sum(self.ring, peer, message)
         if isinstance(message, Upload | Restore):
             return self._values.buffers_for(peer, message, self.commits)
         if isinstance(message, LoadState):
@@ -237,7 +237,7 @@ class Server:
         elif isinstance(message, GiveClip):
             self.commits.give_clip(request, message)
         elif isinstance(message, Replicate | Seed):
-            self._hosting.backups.handle(request, message)
+            self.hosting.backups.handle(request, message)
         else:
             if request.peer.role == "worker" and not isinstance(message, _ALWAYS):
                 self.commits.check_generation(request)
@@ -260,26 +260,26 @@ class Server:
             Leave: self._leave,
             **commit_handlers(lambda: self.commits),
             AskWhy: self._why,
-            **ack_handlers(lambda: self.commits, self._slices, self._hosting.backups),
+            **ack_handlers(lambda: self.commits, self.slices, self.hosting.backups),
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
-            AskHosted: lambda request, message: self._hosting.blocks.tell(request, message, self._pulls.numbers()),
-            Map: lambda request, message: self._hosting.blocks.give(request, message, self.name),
+            AskHosted: lambda request, message: self.hosting.blocks.tell(request, message, self._pulls.numbers()),
+            Map: lambda request, message: self.hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,
-            ShareRegion: self._hosting.backups.lenders.lend,
-            **ring_handlers(lambda: self._ring),
+            ShareRegion: self.hosting.backups.lenders.lend,
+            **ring_handlers(lambda: self.ring),
             Host: self._host,
-            Prepare: lambda request, message: self._changes().prepare(request, message),
-            Install: lambda request, message: self._changes().install(request, message),
-            LetGo: lambda request, message: self._changes().let_go(message),
+            Prepare: lambda request, message: self.reconfiguration().prepare(request, message),
+            Install: lambda request, message: self.reconfiguration().install(request, message),
+            LetGo: lambda request, message: self.reconfiguration().let_go(message),
             SeedTo: self._seed_to,
             Roster: lambda request, message: self.hear(message),
             AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
-            **saving_handlers(self._cut, self._saving),
+            **saving_handlers(self.snapshot_gate, self.saving),
             Resume: lambda request, message: self._loading.resume(request, message, self.commits),
         }
 
@@ -288,12 +288,12 @@ class Server:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
 
-    def _cut(self) -> SnapshotBarrierService:
+    def snapshot_gate(self) -> SnapshotBarrierService:
         if self._barrier is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._barrier
 
-    def _changes(self) -> ServerReconfiguration:
+    def reconfiguration(self) -> ServerReconfiguration:
         if self._generations is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._generations
@@ -318,19 +318,19 @@ class Server:
 
     def _host(self, request: Request, message: Host) -> None:
         with self._host_lock:  # a repeated request finds the slices made by the first
-            made = self._hosting.make_room(message)
+            made = self.hosting.make_room(message)
             with self.commits.state_lock:
                 # Between two commits: new slices begin at every worker's current clock. Workers that have not
                 # committed here since there were slices are accepted at any clock.
-                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self._slices}
-                if self._hosting.host(message.segment, made):
+                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self.slices}
+                if self.hosting.host(message.segment, made):
                     for slot in made.values():
                         slot.state.clocks.update(known)
                     self.commits.flow.hosts_others()
         request.reply(Done())
 
     def _attach(self, request: Request, message: Attach) -> None:
-        segment = self._hosting.segments.get(message.segment)
+        segment = self.hosting.segments.get(message.segment)
         if segment is None or request.attachment is None or not 0 <= message.slot < 1 << 10:
             raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
         if request.attachment.array.nbytes < segment.num_bytes:
@@ -340,7 +340,7 @@ class Server:
         request.reply(Done())
 
     def _seed_to(self, request: Request, message: SeedTo) -> None:
-        self._seeding.begin(request, message, self._hosting.partner(message.target))
+        self._seeding.begin(request, message, self.hosting.partner(message.target))
 
     def _load_state(self, request: Request, message: LoadState) -> None:
         self.commits.ranks.check_chief(request.peer, "loads state")
@@ -363,14 +363,40 @@ class Server:
         """A heartbeat with current waits."""
         if self._commits is None:
             return Heartbeat()
-        return beat_of(self._commits, list(self._slices.values()))
+        return beat_of(self._commits, list(self.slices.values()))
 
     def stats(self) -> ServerStats:
         with self._lock:
             wire = self._wire
             for endpoint in self._endpoints:
                 wire += endpoint.stats()
-        return stats_of(self.name, list(self._slices.values()), self._commits, self._pulls, wire)
+        return stats_of(self.name, list(self.slices.values()), self._commits, self._pulls, wire)
+
+    def debug_state(self) -> ServerDebugState:
+        """What this server is at, for tests and bug reports; `held` has what must go when workers go."""
+        held, clocks, generation = dict[str, int](), dict[str, int](), 0
+        with self._lock:
+            held["endpoints"] = len(self._endpoints)
+        if self._commits is not None and self._generations is not None:
+            generation = self._generations.installed
+            clocks = {name: clock for (name, _), clock in self._commits.clocks().items()}
+            held |= self._commits.held()
+        held |= self.staging.held()
+        slices = dict(self.slices)
+        for number, slot in slices.items():
+            held |= {f"{what} of slice {number}": count for what, count in slot.held().items()}
+        arena_bytes, buffer_bytes = self.staging.num_bytes()
+        return ServerDebugState(
+            name=self.name,
+            generation=generation,
+            versions={number: slot.state.version for number, slot in slices.items()},
+            backups=tuple(sorted(self.hosting.backups.backups)),
+            clocks=clocks,
+            held=held,
+            arena_bytes=arena_bytes,
+            buffer_bytes=buffer_bytes,
+            threads=thread_names(),
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -381,10 +407,10 @@ class Server:
             self._generations.close()
         if self._barrier is not None:
             self._barrier.end()
-        self._saving.close()
+        self.saving.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
-        self._hosting.close_ways()
+        self.hosting.close_ways()
         self._home.close()
-        self._staging.close()
-        self._hosting.close()
+        self.staging.close()
+        self.hosting.close()

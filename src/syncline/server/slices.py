@@ -96,6 +96,11 @@ class HostedSlice:
                 return self.state.version
         return self.state.version
 
+    def held(self) -> dict[str, int]:
+        """How many there are of everything that commits bring."""
+        known = len(self.state.clocks) + len(self.state.fences) + len(self.state.seen)
+        return {"workers": known, "views": self.rules.num_views, "queue": len(self.queue)}
+
     @property
     def pieces(self) -> Sequence[Piece]:
         return self.rules.pieces

@@ -35,7 +35,7 @@ class SnapshotBarrierService:
         """`mark` is called under `state_lock` while no update is in flight."""
         self._name, self._commits, self._mark, self._log = name, commits, mark, log
         self._flow, self._holding, self._state_lock = commits.flow, commits.holding, commits.state_lock
-        self._barrier_seconds = barrier_seconds
+        self.barrier_seconds = barrier_seconds
         self._told: SnapshotBarrier | None = (
             None  # the barrier whose clocks were reported; nothing changes while it stays closed
         )
@@ -54,7 +54,7 @@ class SnapshotBarrierService:
 
     def _close(self, request: Request, message: CloseSnapshotBarrier) -> None:
         barrier = barrier_of(message.number, message.turn, message.through)
-        until = time.monotonic() + self._barrier_seconds
+        until = time.monotonic() + self.barrier_seconds
         with self._state_lock:
             self._check_newer(barrier)
             if not self._commits.hosts_any:
@@ -130,7 +130,7 @@ class SnapshotBarrierService:
                 self._holding.open()
         if is_late:
             self._log(
-                f"the snapshot barrier of save {barrier.number} opens by itself after {self._barrier_seconds:g} s"
+                f"the snapshot barrier of save {barrier.number} opens by itself after {self.barrier_seconds:g} s"
             )
         self._holding.decide()
 

@@ -147,6 +147,17 @@ class Staging:
         if before is not None:
             self._let_go(before)
 
+    def held(self) -> dict[str, int]:
+        """How many there are of everything that workers bring."""
+        with self._lock:
+            return {"arenas": len(self._arenas), "buffers": len(self._buffers), "tensors": len(self._tensors)}
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Of the workers' arenas, and of buffers for what comes over sockets."""
+        with self._lock:
+            arenas = sum(arena.array.nbytes for arena in self._arenas.values())
+            return arenas, sum(array.nbytes for array in self._buffers.values())
+
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
         is_handed = self._device_channel is not None and part.segment in self._device_channel.segments
         return is_handed or (worker, part.segment, slot) in self._arenas

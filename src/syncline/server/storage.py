@@ -42,8 +42,8 @@ class Blocks:
         self, create_memory: Callable[[int], Memory], home: SliceStorage, log: Callable[[str], None]
     ) -> None:
         self._create_memory, self._home, self._log = create_memory, home, log
-        self._blocks: dict[int, _Block] = {}
-        self._places: dict[int, tuple[int, int]] = {}  # slice -> block, offset
+        self.blocks: dict[int, _Block] = {}
+        self.places: dict[int, tuple[int, int]] = {}  # slice: block, offset
         self._next = 0
         self._lock = threading.Lock()
 
@@ -53,7 +53,7 @@ class Blocks:
         self._home.adopt(memory.array)
         with self._lock:
             self._next += 1
-            self._blocks[self._next] = _Block(memory, num_bytes)
+            self.blocks[self._next] = _Block(memory, num_bytes)
             return self._next
 
     def _reserve(self, size: int) -> Memory:
@@ -69,19 +69,19 @@ class Blocks:
     def take(self, number: int, part: Slice, offset: int) -> Bytes:
         """The bytes of a slice within a block."""
         with self._lock:
-            block = self._blocks[number]
+            block = self.blocks[number]
             view = block.memory.array[offset : offset + part.num_bytes]
             if offset < 0 or view.nbytes != part.num_bytes:
                 raise ProtocolError(f"slice {part.id} does not fit where it is said to lie")
             self._leave(part.id)
             block.slices.add(part.id)
-            self._places[part.id] = (number, offset)
+            self.places[part.id] = (number, offset)
             return view
 
     def let_go(self, number: int) -> None:
         """No more slices will be added to this block."""
         with self._lock:
-            self._blocks[number].is_kept = False
+            self.blocks[number].is_kept = False
             self._close_if_empty(number)
 
     def drop(self, slices: Iterable[int]) -> None:
@@ -91,15 +91,15 @@ class Blocks:
                 self._leave(number)
 
     def _leave(self, number: int) -> None:
-        block, _ = self._places.pop(number, (0, 0))
+        block, _ = self.places.pop(number, (0, 0))
         if block:
-            self._blocks[block].slices.discard(number)
+            self.blocks[block].slices.discard(number)
             self._close_if_empty(block)
 
     def _close_if_empty(self, number: int) -> None:
-        block = self._blocks[number]
+        block = self.blocks[number]
         if not block.slices and not block.is_kept:
-            del self._blocks[number]
+            del self.blocks[number]
             self._home.release(block.memory.array)
             block.memory.close()  # processes that have mapped it keep it
 
@@ -107,24 +107,24 @@ class Blocks:
 
     def tell(self, request: Request, message: AskHosted, primaries: Iterable[int]) -> None:
         with self._lock:
-            places = {number: self._places[number] for number in primaries if number in self._places}
+            places = {number: self.places[number] for number in primaries if number in self.places}
             used = sorted({block for block, _ in places.values()})
             shared = [
-                (number, self._blocks[number].num_bytes)
+                (number, self.blocks[number].num_bytes)
                 for number in used
-                if request.endpoint.can_carry(self._blocks[number].memory)
+                if request.endpoint.can_carry(self.blocks[number].memory)
             ]
         request.reply(Hosted(shared, [(number, *place) for number, place in places.items()]))
 
     def give(self, request: Request, message: Map, who: str) -> None:
         with self._lock:
-            block = self._blocks.get(message.block)
+            block = self.blocks.get(message.block)
         if block is None or not request.endpoint.can_carry(block.memory):
             raise ProtocolError(f"{who} shares no block {message.block}")
         request.reply(Mapped(block.num_bytes), attachment=block.memory)
 
     def close(self) -> None:
-        for block in list(self._blocks.values()):
+        for block in list(self.blocks.values()):
             block.memory.close()
 
 

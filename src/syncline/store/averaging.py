@@ -119,19 +119,19 @@ def _mean(segment: Segment, part: Slice, values: Sequence[Bytes]) -> Bytes:
         if segment.rule_of(segment.parameters[piece.parameter]).name == "Assign":
             continue
         at = slice(piece.offset, piece.offset + piece.num_items * size)
-        total = sum((_wide(value[at], part.dtype) for value in values[1:]), _wide(values[0][at], part.dtype))
-        result[at] = _narrow(total / len(values), part.dtype)
+        total = sum((wide(value[at], part.dtype) for value in values[1:]), wide(values[0][at], part.dtype))
+        result[at] = narrow(total / len(values), part.dtype)
     return result
 
 
-def _wide(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:
+def wide(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:
     """Double-precision numbers; bfloat16, which NumPy lacks, is the upper half of a float32."""
     if dtype == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return data.view(dtype).astype(np.float64)
 
 
-def _narrow(values: npt.NDArray[np.float64], dtype: str) -> Bytes:
+def narrow(values: npt.NDArray[np.float64], dtype: str) -> Bytes:
     if dtype == "bfloat16":
         bits = values.astype(np.float32).view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -21,7 +21,7 @@ from syncline.errors import FencedError, StoreError
 _APPLICATION: Final = 0x53594E43  # "SYNC", in the header of every journal
 _FORMAT: Final = 1
 # How long another process may hold the file. A save takes milliseconds; a process that takes this long is suspended.
-_BUSY_SECONDS: Final = 10.0
+BUSY_SECONDS: Final = 10.0
 _NEW_NAME: Final = "put the file back, or start the job again under a new name"
 _RESTORE: Final = "put back a good copy of it, or start the job again under a new name"
 #: By SQLite's primary error codes.
@@ -30,12 +30,12 @@ _REMEDIES: Final = {
     sqlite3.SQLITE_IOERR: "see that the disk is sound, has space and allows files of this size",
     sqlite3.SQLITE_READONLY: "let this process write the file and its folder",
     sqlite3.SQLITE_CANTOPEN: "let this process read and write the file and its folder",
-    sqlite3.SQLITE_BUSY: f"another process has held the file for {_BUSY_SECONDS:g} s: find it (fuser) and end it",
+    sqlite3.SQLITE_BUSY: f"another process has held the file for {BUSY_SECONDS:g} s: find it (fuser) and end it",
     sqlite3.SQLITE_TOOBIG: "a state or segment may have 1 GB",
 }
 _NONE: Final[Mapping[int, bytes]] = MappingProxyType({})
 
-_TABLES: Final = (
+TABLES: Final = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_FORMAT}",
     "CREATE TABLE head (job TEXT NOT NULL, term INTEGER NOT NULL)",
@@ -59,7 +59,7 @@ class Journal:
             # connect would create a missing file; mode=rw does not.
             address = f"{path.absolute().as_uri()}?mode=rw"
             self._db = sqlite3.connect(
-                address, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+                address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
             self._file = _identity(path)
 
@@ -133,7 +133,7 @@ class Journal:
         with self._trouble("cannot be written"):
             self._prepare()
             with self._transaction("IMMEDIATE"):
-                for statement in _TABLES:
+                for statement in TABLES:
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO head VALUES (?, 1)", (self.job,))
             self._settle()

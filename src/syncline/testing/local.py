@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from syncline import config as configuration
+from syncline.coordinator.service import Coordinator
 from syncline.core.ring import check_said, partner_of, ring_settings
 from syncline.core.settings import check_settings
 from syncline.core.wire.control import Joined
@@ -26,7 +27,17 @@ class LocalJob:
     """All workers of a job. `run` calls a function once per worker, each in a thread of its own."""
 
     def __init__(self, process: InProcess, jobs: list[Job]) -> None:
-        self._process, self.jobs = process, jobs
+        self.process, self.jobs = process, jobs
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The service that keeps the membership, the leases and the saves; `coordinator.debug_state()` sums it up."""
+        return self.process.coordinator
+
+    @property
+    def servers(self) -> Mapping[str, Any]:
+        """The services of the servers that live, by name; each has a `debug_state()`."""
+        return self.process.servers
 
     def __getitem__(self, rank: int) -> Job:
         return self.jobs[rank]
@@ -71,26 +82,26 @@ class LocalJob:
 
     def fail(self, name: str, reason: str) -> None:
         """The job takes this worker for dead."""
-        self._process.coordinator.job.fail(name, reason)
+        self.coordinator.job.fail(name, reason)
 
     def kill(self, name: str) -> None:
         """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can. In a ring
         worker-1 and server-1 are one process."""
-        self._process.kill(name)
+        self.process.kill(name)
 
     def add_server(self, name: str, on: str = "local") -> None:
         """A server joins, or one that was killed comes back; `on`: its host, by name."""
-        self._process.add_server(name, on).wait(CLOSE_SECONDS)
+        self.process.add_server(name, on).wait(CLOSE_SECONDS)
 
     def add_worker(self, name: str, on: str = "local") -> Job:
         """A worker joins the running job, or one that was killed comes back; in a ring, with its server. `on`: its
         host, by name."""
-        if self._process.coordinator.config.is_ring:
+        if self.coordinator.config.is_ring:
             self.add_server(partner_of(name), on)
-        link, handlers, stamp, call = self._process.ask_to_join(name, {}, on)
+        link, handlers, stamp, call = self.process.ask_to_join(name, {}, on)
         joined = call.wait(CLOSE_SECONDS)
         assert isinstance(joined, Joined)
-        job = self._process.make_job(link, handlers, stamp, joined, embedded=False)
+        job = self.process.make_job(link, handlers, stamp, joined, embedded=False)
         self.jobs.append(job)
         return job
 
@@ -102,7 +113,7 @@ class LocalJob:
             thread.start()
         for thread in threads:
             thread.join(CLOSE_SECONDS)
-        self._process.close()
+        self.process.close()
 
 
 def _leave(job: Job) -> None:

@@ -25,9 +25,9 @@ from syncline.worker.data.loop import Loop, TakesSamples
 
 _T_co = TypeVar("_T_co", covariant=True)
 #: torch's own seed, of 64 random bits where the script has called no `manual_seed` before this import.
-_AT_IMPORT = torch.initial_seed()
+SEED_AT_IMPORT = torch.initial_seed()
 #: Loaders without a name of their own that were made before init(), in this order: who is used first names them all.
-_made_before: list[weakref.ref[DataLoader[Any]]] = []
+made_before: list[weakref.ref[DataLoader[Any]]] = []
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -136,7 +136,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if job is not None or has_current_job():
             self._name_in(self._current_job())
         elif not name:
-            _made_before.append(weakref.ref(self))
+            made_before.append(weakref.ref(self))
         # With a batch sampler torch blanks these two, then guards them; scripts read them, so put them back.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last)
 
@@ -215,7 +215,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """This worker's loop over its next epoch."""
         name, epoch = self._name_in(job), self._next_epoch
         self._next_epoch += 1
-        loop = Loop(job, name, epoch, self._described(job, epoch), self._seed if self._shuffle else None)
+        loop = Loop(job, name, epoch, self._described(job, epoch), self.seed if self._shuffle else None)
         self._job_seed = loop.reading.seed
         self._mind_the_order(job, epoch)
         job.samples.begin_epoch(epoch, self._part(job, self._data.num_samples or 0, is_whole=False).num_batches)
@@ -287,7 +287,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             )
         part = self._part(job, self._data.num_samples or 0, is_whole=self._is_whole)
         self._draw_from(job, number)
-        self._aim.at(_noting(self._data.by_rank(part, self._seed, number, self._shuffle), sizes))
+        self._aim.at(_noting(self._data.by_rank(part, self.seed, number, self._shuffle), sizes))
         return self._new_iterator(alone)
 
     def _train_on_the_whole(self, job: TakesSamples, alone: bool) -> Generator[_T_co]:
@@ -306,7 +306,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             yield batch
 
     @property
-    def _seed(self) -> int:
+    def seed(self) -> int:
         """Of the order: the job's, as soon as it is known; before that, what this worker's script says."""
         if self._job_seed is not None:
             return self._job_seed
@@ -330,7 +330,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _draw_from(self, job: TakesSamples, number: int) -> None:
         """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
-        parts = (self._seed, torch.initial_seed(), number, job.rank)
+        parts = (self.seed, torch.initial_seed(), number, job.rank)
         seed = np.random.SeedSequence([part % (1 << 64) for part in parts]).generate_state(1, np.uint64)[0]
         self._own_chance.manual_seed(int(seed) >> 1)
 
@@ -358,7 +358,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _train(self, loop: Loop, epoch: int, alone: bool) -> Generator[_T_co]:
         """The batches of this worker's leases, until the epoch is finished for all."""
         with loop:
-            leased = self._data.leased(loop, self._seed, epoch, self._shuffle)
+            leased = self._data.leased(loop, self.seed, epoch, self._shuffle)
             self._own_part = 0
             # The first of them is waited for here: data processes are not started for nothing.
             for first in leased:
@@ -388,7 +388,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if epoch or not self._shuffle:
             return
         size = (self.__dict__["batch_size"], self._global)
-        if job.samples.has_begun((id(self._given_data), size, self._seed)):
+        if job.samples.has_begun((id(self._given_data), size, self.seed)):
             job.notice(
                 "a new DataLoader over the same data begins with the same order again: make it once, before the "
                 "loop over the epochs, and every pass has an order of its own"
@@ -404,8 +404,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _name_in(self, job: TakesSamples) -> str:
         """Its name in this job, and its first epoch there: a process may have one job after the other."""
         if self._job is None:
-            while _made_before:
-                loader = _made_before.pop(0)()
+            while made_before:
+                loader = made_before.pop(0)()
                 if loader is None:
                     job.samples.name_loader("")  # it is gone, and was counted
                 else:
@@ -434,7 +434,7 @@ def _seed_of_the_script() -> int:
     found = torch.initial_seed()
     if (given := rng_state.last_given(found)) is not None:
         return given
-    return found if found != _AT_IMPORT or found < 1 << 32 else 0
+    return found if found != SEED_AT_IMPORT or found < 1 << 32 else 0
 
 
 def _place(job: TakesSamples) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from syncline.worker.job import Job
 from syncline.worker.metrics import with_factor
 
 #: Steps between two checks whether a script has written to parameters, with several workers.
-_LOOK_STEPS = 32
+LOOK_STEPS = 32
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -323,7 +323,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether to check for writes now. With several workers they are only reported, once, so checks are rare."""
         if self._job.is_embedded or not self._has_pushed:
             return True
-        return not self._notices.has_told_change and self._job.own_step % _LOOK_STEPS == 0
+        return not self._notices.has_told_change and self._job.own_step % LOOK_STEPS == 0
 
     def _have_changed(self) -> bool:
         """Whether the script has written to parameters since the last step, or replaced their memory."""

@@ -19,7 +19,7 @@ from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
-from syncline.stats import JobStats
+from syncline.stats import JobStats, WorkerDebugState, thread_names
 from syncline.worker.checkpoint.boundary import STEP, Boundary
 from syncline.worker.checkpoint.rng_state import OwnStream
 from syncline.worker.checkpoint.saves import ScriptCheckpoints
@@ -83,11 +83,11 @@ class Job:
         self._closed = threading.Event()
         self._place = (0, 1, 0)  # rank, world size, local rank
         self.own_step = 0  #: steps of this worker, in all its lives
-        self._turns: dict[str, int] = {}
+        self.barrier_turns: dict[str, int] = {}
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
         self._device: str | None = None
-        self._noticed: set[str] = set()
+        self._noticed: dict[str, None] = {}  # in their order
         self._last_committer: Hashable = None
         # committers that have made their last step before a rule stops the script
         self._have_finished: set[Hashable] = set()
@@ -223,7 +223,7 @@ class Job:
     def notice(self, text: str, *, is_own: bool = False) -> None:
         """Tells the user something, once. The chief speaks for all workers, unless `is_own` is set."""
         if (self.is_chief or is_own) and text not in self._noticed:
-            self._noticed.add(text)
+            self._noticed[text] = None
             self._say(text)
 
     # -- steps, samples, rest -----------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class Job:
         self.leave_if_asked()
         for action in self._before_settle:
             action()
-        turn = self._turns[name] = self._turns.get(name, 0) + 1
+        turn = self.barrier_turns[name] = self.barrier_turns.get(name, 0) + 1
         place, answer = self.boundary.place("barrier", name), None
         while answer is None:
             phase = self.exchange.enter_barrier()
@@ -467,7 +467,7 @@ class Job:
                 called.answer()
         assert isinstance(answer, Passed)
         if turn == 1 and answer.turn and self.samples.num_skipped and self.samples.is_in_epoch:
-            self._turns[name] = answer.turn  # the others passed it in epochs that this worker skipped
+            self.barrier_turns[name] = answer.turn  # the others passed it in epochs that this worker skipped
             self.barrier(name)
             return
         self.exchange.pass_barrier(answer)
@@ -508,6 +508,31 @@ class Job:
     def stats(self) -> JobStats:
         """The job's numbers and this worker's own."""
         return self.reporting.stats()
+
+    def debug_state(self) -> WorkerDebugState:
+        """What this worker is at, for tests and bug reports; asks no other process."""
+        exchange, saves = self.exchange, self._checkpoints.saves
+        now = exchange.waits.now
+        return WorkerDebugState(
+            name=self.name,
+            incarnation=self._me.incarnation,
+            generation=self.generation,
+            step=self.step,
+            clock=exchange.clock,
+            open_clocks=exchange.open_clocks,
+            num_early_slices=exchange.num_early_slices,
+            servers=tuple(exchange.routes.endpoints),
+            primaries=dict(exchange.routes.primaries),
+            has_leased=exchange.lease_acks.is_any_held,
+            is_paused=self._handlers.pacing.is_held,
+            waits_for=now.text if now is not None else "",
+            save_number=saves.number,
+            num_save_notes=saves.num_notes,
+            save_patience_seconds=saves.patience_seconds,
+            is_boundary_watched=self.boundary.is_watched,
+            notices=tuple(self._noticed),
+            threads=thread_names(),
+        )
 
     # -- how it ends --------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Waits:
     ) -> None:  # fmt: skip
         """`ask` asks the coordinator for the reason, `ask_servers` the servers."""
         self._name, self._ask, self._ask_servers, self._say = name, ask, ask_servers, say
-        self._now: CurrentWait | None = None
+        self.now: CurrentWait | None = None  #: what the script waits for
 
     @contextlib.contextmanager
     def of(
@@ -105,16 +105,16 @@ class Waits:
         loud_seconds: float = 0.0, why: Callable[[], str] | None = None,
     ) -> Iterator[None]:  # fmt: skip
         """Context of a wait. `why`: returns the reason, if the caller knows it."""
-        before = self._now
-        self._now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
+        before = self.now
+        self.now = CurrentWait(what, step, began or time.monotonic(), servers, loud_seconds=loud_seconds, why=why)
         try:
             yield
         finally:
-            self._now = before
+            self.now = before
 
     def told(self) -> list[Wait]:
         """For heartbeats: the servers that do not answer, which only this worker knows."""
-        now = self._now
+        now = self.now
         if now is None or now.what not in ("step", "pull"):
             return []
         seconds = time.monotonic() - now.began
@@ -123,14 +123,14 @@ class Waits:
 
     def look(self) -> None:
         """Called periodically by another thread: reports the reason of a long wait."""
-        now, moment = self._now, time.monotonic()
+        now, moment = self.now, time.monotonic()
         if now is None or moment - now.began < max(LOUD_SECONDS, now.loud_seconds):
             return
         if now.asked is not None and moment - now.asked < AGAIN_SECONDS:
             return
         now.asked = moment
         reason = self._why(now)
-        if self._now is now:  # the wait may be over by now
+        if self.now is now:  # it may be over by now
             self._say(reason)
 
     def _why(self, now: CurrentWait) -> str:

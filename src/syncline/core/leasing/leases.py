@@ -69,7 +69,7 @@ class Leasing:
         self.speeds: dict[str, float] = {}  # samples in a second of work
         self._widths: dict[tuple[str, int], dict[str, int]] = {}  # shares of a global batch, as last dealt
         self._first_dealt: dict[tuple[str, int], frozenset[Identity]] = {}  # the workers present when an epoch began
-        self._recalled: dict[Identity, set[tuple[str, int]]] = {}  # recalled, not answered yet
+        self.recalled: dict[Identity, set[tuple[str, int]]] = {}  # recalled, not answered yet
         #: Workers with nothing to give back, and the lease up to which that is known.
         self._dry: dict[tuple[Identity, str, int], int] = {}
         self._held: dict[tuple[Identity, str, int], list[tuple[int, int, int]]] = {}  # read, waiting for a commit
@@ -375,17 +375,17 @@ class Leasing:
         return self._recall(sorted(holders), name, number)
 
     def _recall(self, owners: Iterable[Identity], name: str, number: int) -> tuple[Identity, ...]:
-        fresh = [one for one in owners if (name, number) not in self._recalled.get(one, set())]
+        fresh = [one for one in owners if (name, number) not in self.recalled.get(one, set())]
         for one in fresh:
-            self._recalled.setdefault(one, set()).add((name, number))
+            self.recalled.setdefault(one, set()).add((name, number))
         return tuple(fresh)
 
     def not_recalled(self, owner: Identity, name: str, number: int) -> None:
         """The recall failed or its answer was lost: it is repeated when needed."""
-        self._recalled.get(owner, set()).discard((name, number))
+        self.recalled.get(owner, set()).discard((name, number))
 
     def _is_recalling(self, name: str, number: int) -> bool:
-        return any((name, number) in asked for asked in self._recalled.values())
+        return any((name, number) in asked for asked in self.recalled.values())
 
     def gave_back(
         self,
@@ -399,7 +399,7 @@ class Leasing:
 
         `newest`: the last lease it knew of; later ones are not given back.
         """
-        self._recalled.get(owner, set()).discard((name, number))
+        self.recalled.get(owner, set()).discard((name, number))
         epoch = self.epoch(name, number)
         if epoch is None:
             return 0
@@ -472,7 +472,7 @@ class Leasing:
 
     def out(self, owner: Identity, *, failed: bool) -> int:
         """A worker's incarnation is over and its commits are settled: takes back its leases."""
-        self._recalled.pop(owner, None)
+        self.recalled.pop(owner, None)
         self._forget(lambda key: key[0] == owner)
         self._absent = {one for one in self._absent if one[0] != owner}
         self._quarantined.discard(owner)

@@ -49,6 +49,11 @@ class LeaseQueue(Generic[R]):
         return self._leasing is not None
 
     @property
+    def num_unsaved_uses(self) -> int:
+        """Uses that are known here and not kept yet."""
+        return len(self._used)
+
+    @property
     def leasing(self) -> Leasing:
         if self._leasing is None:
             state, policy = self._membership.state, policy_of(self._membership.state.config)

@@ -75,6 +75,11 @@ class Boundary:
         """The clock at the last boundary."""
         return max(0, self._last)
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether anything looks at the next boundary."""
+        return bool(self._watchers)
+
     def watch(self, watcher: Watcher) -> None:
         with self._lock:
             if watcher not in self._watchers:

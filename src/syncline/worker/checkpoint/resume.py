@@ -41,11 +41,11 @@ class ScriptResume:
         self, name: str, boundary: Boundary, ask: Callable[[Message], Message], *, may_be: bool, is_late: bool = False
     ) -> None:  # fmt: skip
         """`may_be`: whether there can be saved state: the job has checkpoints, or this worker is late."""
-        self._name, self._boundary, self._ask = name, boundary, ask
+        self._name, self._boundary, self.ask = name, boundary, ask
         self._is_late = is_late
         self._state: ScriptState | None = None
         self._saved: SavedScriptState | None = None
-        self._is_known = not may_be
+        self.is_known = not may_be
         self._reached = False
         self.own_step = 0  #: this worker's steps before
         self.is_over = not may_be  #: the script continues by itself
@@ -58,9 +58,9 @@ class ScriptResume:
 
     def saved(self) -> SavedScriptState | None:
         """The saved state of this worker's script, else the chief's. Call it in the script's thread."""
-        if not self._is_known:
-            self._is_known = True
-            answer = self._ask(AskResume())
+        if not self.is_known:
+            self.is_known = True
+            answer = self.ask(AskResume())
             if not isinstance(answer, GivenResume):
                 raise ProtocolError(f"{type(answer).__name__} is no answer about what is resumed")
             behind = read_script(self._name, answer.folder, answer.digest) if answer.folder else None
@@ -84,7 +84,7 @@ class ScriptResume:
         """
         if not self._is_late or self._state is None:
             return
-        answer = self._ask(AskResume(others_first=True))
+        answer = self.ask(AskResume(others_first=True))
         if isinstance(answer, GivenResume) and (saved := self._noted(answer)) is not None and not saved.is_own:
             self._state.put_back(saved, random=False)
 

@@ -72,6 +72,12 @@ def seed_everything(seed: int) -> None:
     _seed(seed, seed % (1 << 32), seed)
 
 
+def forget_seed() -> None:
+    """As if `seed_everything` had not been called yet: another script begins in this process."""
+    global _given, _last_given
+    _given = _last_given = None
+
+
 def last_given(torch_seed: int) -> int | None:
     """The last seed given to `seed_everything`; None if torch was seeded otherwise since."""
     return _last_given if torch_seed == _torch_seed else None

@@ -56,6 +56,21 @@ class ScriptSaves:
         self._told = ""
         self._stopped: Note | None = None  # where training ended by a rule
 
+    @property
+    def number(self) -> int:
+        """The save that is expected; 0: none."""
+        return self._number
+
+    @property
+    def num_notes(self) -> int:
+        """States of the script that are kept for it."""
+        return len(self._notes)
+
+    @property
+    def patience_seconds(self) -> float:
+        """The script may still wait so long, in all, while too much is noted."""
+        return self._patience
+
     def hear(self, request: Request) -> None:
         """Called in the thread that reads from the coordinator; slow work goes to another thread."""
         message = request.message

@@ -218,7 +218,7 @@ class Calls:
         """`body`: what is done when all have made the call."""
         rendezvous = self.rendezvous
         while True:
-            group_links = self._group_links(group) if started is None else started.group_links
+            group_links = self.links_of(group) if started is None else started.group_links
             waiting = self.waiting("a collective", is_script=is_script)
             if len(group_links) == 1:
                 return self._call_alone(make, body, group_links, waiting)
@@ -245,7 +245,7 @@ class Calls:
         """Whether the parties are still as they were made."""
         return self._roster is self.world.roster and self._version == self.rendezvous.heard.attempt.version
 
-    def _group_links(self, group: Group | None) -> GroupLinks:
+    def links_of(self, group: Group | None) -> GroupLinks:
         """The members that take part; the same object while no worker has joined or left."""
         if not self._is_current:
             self._roster, self._version, self._groups = self.world.roster, self.rendezvous.heard.attempt.version, {}

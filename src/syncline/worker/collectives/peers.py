@@ -23,7 +23,7 @@ from syncline.worker.arrays import Bytes
 from syncline.worker.session import Rosters
 
 #: A roster may reach the one who asks sooner than the one who is asked.
-_ROSTER_SECONDS = 3.0
+ROSTER_SECONDS = 3.0
 #: A worker that waits to be dialled knocks again after this long.
 _KNOCK_SECONDS = 2.0
 #: For a worker that has just joined to hear that it has.
@@ -139,7 +139,7 @@ class Peers:
         self.change = threading.Condition(self.lock)
         self.handlers: dict[type[Message], PeerHandler] = {}
         self.live: frozenset[int] = frozenset()  # incarnations, by the newest roster
-        self._links: dict[int, PeerLink] = {}
+        self.links: dict[int, PeerLink] = {}
         self._dialling: set[int] = set()
         self._knocked: dict[int, float] = {}
         self._gone = WireStats()
@@ -163,14 +163,14 @@ class Peers:
     def link(self, member: Member) -> PeerLink | None:
         """The link to this worker; None: it was asked to dial, and `change` is notified when the link is there."""
         with self.change:
-            link = self._links.get(member.incarnation)
+            link = self.links.get(member.incarnation)
             if link is not None and not link.lost:
                 return link
             if self._closed:
                 raise ConnectionLost("this worker has left the job")
         if self.incarnation > member.incarnation:
             self._dial(member)
-            return self._links.get(member.incarnation)
+            return self.links.get(member.incarnation)
         now = time.monotonic()
         if now - self._knocked.get(member.incarnation, -_KNOCK_SECONDS) >= _KNOCK_SECONDS:
             self._knocked[member.incarnation] = now
@@ -185,11 +185,11 @@ class Peers:
     def last_link(self, incarnation: int) -> PeerLink | None:
         """The same, though it may be closed."""
         with self.change:
-            return self._links.get(incarnation)
+            return self.links.get(incarnation)
 
     def _dial(self, member: Member) -> None:
         with self.change:
-            known = self._links.get(member.incarnation)
+            known = self.links.get(member.incarnation)
             if member.incarnation in self._dialling or self._closed or (known is not None and not known.lost):
                 return
             self._dialling.add(member.incarnation)
@@ -217,7 +217,7 @@ class Peers:
         link = PeerLink(member, self.handlers, self.change)
         link.begin(connection, self._stamp)
         with self.change:
-            before, self._links[member.incarnation] = self._links.get(member.incarnation), link
+            before, self.links[member.incarnation] = self.links.get(member.incarnation), link
             self._knocked.pop(member.incarnation, None)
             is_closed = self._closed
             self.change.notify_all()
@@ -250,7 +250,7 @@ class Peers:
             self._say(f"{member.name} asked for a connection, which could not be made: {error}")
 
     def _member(self, peer: Peer) -> Member | None:
-        until = time.monotonic() + _ROSTER_SECONDS
+        until = time.monotonic() + ROSTER_SECONDS
         while peer.role == "worker":
             roster = self.rosters.newest
             for member in roster.members:
@@ -265,28 +265,28 @@ class Peers:
     def forget_gone(self) -> None:
         """Closes the links to workers that are gone."""
         with self.change:
-            gone = [link for number, link in self._links.items() if number not in self.live]
+            gone = [link for number, link in self.links.items() if number not in self.live]
             for link in gone:
-                del self._links[link.incarnation]
+                del self.links[link.incarnation]
         for link in gone:
             self._gone += link.stats()
             link.close()
 
     def tell_all(self, message: Message) -> None:
         """Sends a message on every open link."""
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             try:
                 link.send(message)
             except ConnectionLost:
                 continue
 
     def stats(self) -> WireStats:
-        return sum((link.stats() for link in list(self._links.values())), self._gone)
+        return sum((link.stats() for link in list(self.links.values())), self._gone)
 
     def close(self, reason: str = "closed") -> None:
         with self.change:
             self._closed = True
-            links = list(self._links.values())
+            links = list(self.links.values())
             self.change.notify_all()
         for link in links:
             link.close(reason)

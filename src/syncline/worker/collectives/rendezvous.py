@@ -498,7 +498,7 @@ def _told(name: str, error: BaseException) -> str:
 
 
 #: Others are waited for here for a moment, before it is looked what else there may be.
-_MOMENT_SECONDS = 0.005
+MOMENT_SECONDS = 0.005
 
 
 def repeat(
@@ -521,7 +521,7 @@ def repeat(
             except ConnectionLost:  # found where it is waited for, with its last words
                 continue
         for place, endpoint, stream in local_peers:
-            payload = endpoint.take_like(head, size, _MOMENT_SECONDS) if not stream.said else None
+            payload = endpoint.take_like(head, size, MOMENT_SECONDS) if not stream.said else None
             if payload is None:
                 return started
             started.payloads[place] = payload

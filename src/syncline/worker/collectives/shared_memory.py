@@ -36,7 +36,7 @@ class SharedMemories:
         self._create = create
         self._mine: dict[int, _Mine] = {}
         self._number = 0
-        self._kept: dict[str, tuple[int, Bytes]] = {}  # by what it is for
+        self.by_purpose: dict[str, tuple[int, Bytes]] = {}  # by what it is for
         self.dropped: list[int] = []  # that others may still have
 
     def empty(self, num_bytes: int) -> Bytes:
@@ -60,17 +60,17 @@ class SharedMemories:
 
     def kept(self, purpose: str, num_bytes: int) -> tuple[int, Bytes]:
         """Memory of at least this size, the same again for the same purpose, and its number."""
-        number, array = self._kept.get(purpose, (0, None))
+        number, array = self.by_purpose.get(purpose, (0, None))
         if array is None or len(array) < num_bytes:
-            self._kept.pop(purpose, None)
+            self.by_purpose.pop(purpose, None)
             array = None  # the old one goes first
             size = -(-max(num_bytes, _LEAST_BYTES) // _LEAST_BYTES) * _LEAST_BYTES
-            number, array = self._kept[purpose] = self._make(size)
+            number, array = self.by_purpose[purpose] = self._make(size)
         return number, array[:num_bytes]
 
     def forget(self, purpose: str) -> None:
         """What was kept for this is not reused: another worker may still read it."""
-        self._kept.pop(purpose, None)
+        self.by_purpose.pop(purpose, None)
 
     def find(self, data: Bytes) -> tuple[int, int] | None:
         """The memory in which these bytes lie, and where in it."""
@@ -93,7 +93,7 @@ class SharedMemories:
         return handed, mine.num_bytes
 
     def close(self) -> None:
-        self._kept.clear()
+        self.by_purpose.clear()
         for number in list(self._mine):
             with contextlib.suppress(OSError):
                 self._drop(number)

@@ -49,12 +49,12 @@ class Collectives:
     """`job.collectives`: what the workers of a job do together, with no server between them."""
 
     def __init__(self, job: CallingJob, me: Member, handlers: CoordinatorHandlers, peers: Peers | None) -> None:
-        self._calls = Calls(job, me, handlers, peers)
-        self._pairs = Pairs(self._calls, me) if peers is not None else None
+        self.calls = Calls(job, me, handlers, peers)
+        self._pairs = Pairs(self.calls, me) if peers is not None else None
 
     def group(self, ranks: Iterable[int]) -> Group:
         """The workers that have these ranks now."""
-        return choose(ranks, self._calls.world.roster)
+        return choose(ranks, self.calls.world.roster)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """An array of zeros in memory that the workers of this host share; a tensor for a dtype of torch."""
@@ -63,7 +63,7 @@ class Collectives:
         of_torch, name = bool(name), name or _numpy_name(dtype)
         if name not in ITEM_BYTES:
             raise CollectiveError(f"empty: no dtype {name}; there are {', '.join(ITEM_BYTES)}")
-        data = self._calls.memories.empty(num_bytes(name, sizes))
+        data = self.calls.memories.empty(num_bytes(name, sizes))
         return made(data, name, sizes, None, of_torch=of_torch)
 
     # -- reductions ---------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Collectives:
             return self._reduce("all_reduce", x, op, None, group, wait, in_place)
         of_torch = type(x) is not np.ndarray
         kind = kind_of("all_reduce", op, numbers, of_torch=of_torch)
-        started, cached = self._calls.again(kind, numbers, group)
+        started, cached = self.calls.again(kind, numbers, group)
         if started is None or cached is None or cached.reducer is None or not started.is_whole:
             return self._reduce("all_reduce", x, op, None, group, wait, in_place, kind, started)
         flat = numbers.reshape(-1)
@@ -122,11 +122,11 @@ class Collectives:
     def _reduced(self, joint: JointCall, value: Value, op: str, *, is_copied: bool) -> Bytes:
         reducer = Reducer(value.dtype, op, len(joint.group_links))
         if is_inline(joint.mine, joint.place):
-            views = exchange(self._calls.rendezvous, joint)
+            views = exchange(self.calls.rendezvous, joint)
             return reducer.small(views) if len(views[0]) == len(value.data) else value.data  # this is not the root
         if joint.is_own:
             joint.data = joint.data.copy()
-        transfer.all_reduce(self._calls.rendezvous, joint, reducer)
+        transfer.all_reduce(self.calls.rendezvous, joint, reducer)
         return joint.data.copy() if is_copied and joint.is_staged else joint.data
 
     def reduce_scatter(
@@ -151,9 +151,9 @@ class Collectives:
         def body(joint: JointCall) -> Any:
             shape = joint.mine.parts[joint.place]
             result = self._place_for(out, value.dtype, shape)
-            views = exchange(self._calls.rendezvous, joint)
+            views = exchange(self.calls.rendezvous, joint)
             Reducer(value.dtype, op, len(views)).reduce(views, [result])
-            self._calls.rendezvous.leave_memory(joint)
+            self.calls.rendezvous.leave_memory(joint)
             return _given(out, result, value.dtype, shape, x, of_torch=value.of_torch)
 
         return self._go("reduce_scatter", make, body, group, wait)
@@ -183,8 +183,8 @@ class Collectives:
 
         def body(joint: JointCall) -> Any:
             if root is not None and not joint.is_root:
-                exchange(self._calls.rendezvous, joint)
-                self._calls.rendezvous.leave_memory(joint)
+                exchange(self.calls.rendezvous, joint)
+                self.calls.rendezvous.leave_memory(joint)
                 return None
             _, shape = result_of(joint.said, joint.place)
             result = self._place_for(out, value.dtype, shape)
@@ -197,10 +197,10 @@ class Collectives:
         """What all ranks have for this one, one behind the other."""
         ends = list(itertools.accumulate(wanted(said, k, joint.place)[1] for k, said in enumerate(joint.said)))
         places = {k: result[(ends[k - 1] if k else 0) : end] for k, end in enumerate(ends)}
-        for k, view in enumerate(exchange(self._calls.rendezvous, joint, places)):
+        for k, view in enumerate(exchange(self.calls.rendezvous, joint, places)):
             if view is not places[k]:
                 places[k][...] = view
-        self._calls.rendezvous.leave_memory(joint)
+        self.calls.rendezvous.leave_memory(joint)
 
     # -- from one to all, from all to all -----------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Collectives:
 
         def make(group_links: GroupLinks, number: int) -> LocalCall:
             chosen = self._root("scatter", root, group_links)
-            if chosen != self._calls.incarnation:
+            if chosen != self.calls.incarnation:
                 said = group_links.describe(
                     number,
                     "scatter",
@@ -269,8 +269,8 @@ class Collectives:
         root = joint.said[place]
         shape = root.parts[joint.place] if root.parts else root.shape
         if joint.is_root and root.verb == "broadcast":
-            exchange(self._calls.rendezvous, joint)
-            self._calls.rendezvous.leave_memory(joint)
+            exchange(self.calls.rendezvous, joint)
+            self.calls.rendezvous.leave_memory(joint)
             return value.array
         result = self._place_for(out, root.dtype, shape)
         self._fill(joint, result)
@@ -306,7 +306,7 @@ class Collectives:
             if wait:
                 joint.group_links.cache_call("barrier", joint.mine)
 
-        started = self._calls.again("barrier", NOTHING.data, group)[0] if wait else None
+        started = self.calls.again("barrier", NOTHING.data, group)[0] if wait else None
         if started is not None and started.is_whole:
             return None
         return self._go("barrier", make, body, group, wait, started)
@@ -330,14 +330,14 @@ class Collectives:
         The calls that others make instead fail there, and this one is made again, as it is when a worker dies.
         """
         value = value_of(np.array(step, np.int64))
-        deadline = time.monotonic() + self._calls.job.config.wait_seconds
+        deadline = time.monotonic() + self.calls.job.config.wait_seconds
 
         def make(group_links: GroupLinks, number: int) -> LocalCall:
             said = group_links.describe(number, "restart", dtype=value.dtype, shape=value.shape)
             return LocalCall(said, value.data, is_own=True)
 
         def body(joint: JointCall) -> tuple[int, int]:
-            steps = [int(data.view(np.int64)[0]) for data in exchange(self._calls.rendezvous, joint)]
+            steps = [int(data.view(np.int64)[0]) for data in exchange(self.calls.rendezvous, joint)]
             newest = max(steps)
             attempt = 1 + max(said.attempt for said in joint.said)
             agreed.append((attempt, joint.group))
@@ -350,9 +350,9 @@ class Collectives:
             except CollectiveError:
                 if time.monotonic() > deadline:
                     raise
-                self._calls.pause()
+                self.calls.pause()
             else:
-                self._calls.rendezvous.heard.restart(*agreed[-1])
+                self.calls.rendezvous.heard.restart(*agreed[-1])
                 return found
 
     def _copy_of(self, x: Any, root: int) -> Bytes:
@@ -367,8 +367,8 @@ class Collectives:
 
         def body(joint: JointCall) -> Bytes:
             if joint.is_root:
-                exchange(self._calls.rendezvous, joint)
-                self._calls.rendezvous.leave_memory(joint)
+                exchange(self.calls.rendezvous, joint)
+                self.calls.rendezvous.leave_memory(joint)
                 return value.data
             result = make_room(len(value.data))
             self._fill(joint, result)
@@ -382,7 +382,7 @@ class Collectives:
     @property
     def pairs(self) -> Pairs:
         """`send` and `recv`."""
-        assert self._calls.peers is not None and self._pairs is not None
+        assert self.calls.peers is not None and self._pairs is not None
         return self._pairs
 
     # -- how ----------------------------------------------------------------------------------------------
@@ -391,12 +391,12 @@ class Collectives:
         self, verb: str, make: Make, body: Callable[[JointCall], Any],
         group: Group | None, wait: bool, started: StartedCall | None = None,
     ) -> Any:  # fmt: skip
-        return self._calls.go(
-            verb, lambda is_script: self._calls.meet(make, body, group, is_script, started), wait, started=started
+        return self.calls.go(
+            verb, lambda is_script: self.calls.meet(make, body, group, is_script, started), wait, started=started
         )
 
     def _root(self, verb: str, rank: int | None, group_links: GroupLinks) -> int:
-        return 0 if rank is None else self._calls.world.root(rank, group_links.group, verb)
+        return 0 if rank is None else self.calls.world.root(rank, group_links.group, verb)
 
     @staticmethod
     def _place_for(out: Any, dtype: str, shape: Shape) -> Bytes:
@@ -406,7 +406,7 @@ class Collectives:
 
     def stats(self) -> WireStats:
         """What went between this worker and others, so far."""
-        return self._calls.stats()
+        return self.calls.stats()
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -414,12 +414,12 @@ class Collectives:
         """Finishes what is open, and says goodbye to the other workers."""
         if self._pairs is not None:
             self._pairs.settle()
-        self._calls.leave()
+        self.calls.leave()
 
     def close(self) -> None:
         if self._pairs is not None:
             self._pairs.close()
-        self._calls.close()
+        self.calls.close()
 
 
 def _given(out: Any, result: Bytes, dtype: str, shape: Shape, like: Any, *, of_torch: bool) -> Array:

@@ -250,7 +250,7 @@ class FiniteCheck:
             return void(push)
         if push.skip or not self._is_on:  # a scaler's overflow is no fault
             return push
-        plan = self._plan(without(push.pushed, push.finite), layout, arena, slot)
+        plan = self.plan(without(push.pushed, push.finite), layout, arena, slot)
         if plan.is_empty and not push.finite:
             return push
         bad = plan.first_bad()
@@ -260,7 +260,12 @@ class FiniteCheck:
         self._refuse(clock, bad)
         return void(push)
 
-    def _plan(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> FinitePlan:
+    @property
+    def num_plans(self) -> int:
+        """Plans that are kept."""
+        return len(self._plans)
+
+    def plan(self, pushed: Ranges, layout: Layout, arena: Arena, slot: int) -> FinitePlan:
         key = (pushed, slot, len(layout.segments))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(arena):

@@ -47,6 +47,11 @@ class CommitSender:
     def pushed(self) -> PushBytes:
         return PushBytes(socket=self._socket_bytes, shared=self._shared_bytes)
 
+    @property
+    def num_early_slices(self) -> int:
+        """Slices of the next commit that are on their way already, counted for each server that they go to."""
+        return len(self._sent)
+
     # -- early --------------------------------------------------------------------------------------------
 
     def stage(self, draft: ServersTicket, slices: Sequence[Slice]) -> None:
@@ -103,7 +108,7 @@ class CommitSender:
             return _Load(buffers, "", [])
         return _Load(buffers, self.encoder.coder.codec.name, [f.sizes if f is not None else [] for f in encoded])
 
-    def _lie_decoded(self, ticket: ServersTicket) -> None:
+    def lie_decoded(self, ticket: ServersTicket) -> None:
         """Writes decoded values to the arena for servers that read it: of spread slices, or of a replay."""
         assert self.encoder is not None
         routes, layout, arenas = self._routes, self._routes.layout, self._routes.arenas
@@ -132,7 +137,7 @@ class CommitSender:
         if self.encoder is not None and not ticket.generation:
             ticket.encoded = self.encoder.commit(self._counted(ticket.push))
         if ticket.encoded:
-            self._lie_decoded(ticket)
+            self.lie_decoded(ticket)
         ticket.generation = self._stamp.generation
         if self._sent or self._early:
             self._early, self._sent = {}, set()

@@ -68,12 +68,12 @@ class ServersExchange:
         own = partner_of(name) if config.is_ring else ""
         self.routes = ServerRoutes(config, dial, self._num_slots, say, own)
         self.layout: Layout = self.routes.layout
-        self._endpoints, self._wait_seconds = self.routes.endpoints, config.wait_seconds
+        self._endpoints, self.wait_seconds = self.routes.endpoints, config.wait_seconds
         # Also the target before the last: the last may not be complete yet.
         num_kept = config.window + 2 if config.replicas < 2 else 0
-        self._copies = SliceCopies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
-        self._sender = CommitSender(self.routes, self._copies, stamp, config)
-        self.encoder = self._sender.encoder  #: with --codec
+        self.copies = SliceCopies(life_of(name, stamp.incarnation), self.layout, config.wait_seconds, num_kept)
+        self.sender = CommitSender(self.routes, self.copies, stamp, config)
+        self.encoder = self.sender.encoder  #: with --codec
         self._rosters = handlers.rosters
         self.times, self.lease_acks = StepClock(), LeaseAcks()
         self._replay = Replay(
@@ -101,19 +101,19 @@ class ServersExchange:
         self.times.pause()
         known = self.routes.primaries
         self.routes.add(segments, [replica_set for replica_set in replica_sets if replica_set.slice not in known])
-        self._sender.forget()
+        self.sender.forget()
         self._again(self._replay.take_over)
         self.times.resume()
 
     def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
         """Uploads the chief's initial values. `again`: also after updates, by the only worker of a job."""
-        self._again(lambda: upload(self.routes, segment, values, self._wait_seconds, again=again))
+        self._again(lambda: upload(self.routes, segment, values, self.wait_seconds, again=again))
 
     def _again(self, action: Callable[[], T]) -> T:
         """Runs an action with the servers, again if they change meanwhile."""
         if self._is_closed:
             raise left(self._name)
-        return self._replay.again(action, self._wait_seconds)
+        return self._replay.again(action, self.wait_seconds)
 
     # -- when servers change ------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class ServersExchange:
             ticket.give_up()
         for action in self._before_commit:
             action()
-        self._sender.forget()
-        self._copies.start_over()
+        self.sender.forget()
+        self.copies.start_over()
 
     def _replay_open(self) -> None:
         """Resends all open commits in clock order. The clocks on each slice tell which are new there."""
@@ -139,7 +139,7 @@ class ServersExchange:
         for ticket in self._open:
             if ticket.target is not None:
                 ticket.target.start_over()
-            flow, before = self._sender.send(ticket, before), ticket
+            flow, before = self.sender.send(ticket, before), ticket
             self._stage_everywhere(ticket, "wait")
             if flow.is_over and flow.error is not None:
                 raise flow.error
@@ -159,6 +159,16 @@ class ServersExchange:
             self._replay.recover(broken, ticket.generation, until)
         except WaitTimeout:
             raise self._has_waited(ticket, began) from broken
+
+    @property
+    def open_clocks(self) -> tuple[int, ...]:
+        """Commits that are not acknowledged in full."""
+        return tuple(ticket.clock for ticket in self._open)
+
+    @property
+    def num_early_slices(self) -> int:
+        """Slices of the next commit that are on their way already, counted for each server that they go to."""
+        return self.sender.num_early_slices
 
     # -- pushing ------------------------------------------------------------------------------------------
 
@@ -192,7 +202,7 @@ class ServersExchange:
         slices that the push does not confirm (`Push.as_staged`) are sent again.
         """
         if not self._participation.must_enter:
-            self._sender.stage(self._draft(_NOTHING, None), slices)
+            self.sender.stage(self._draft(_NOTHING, None), slices)
 
     def _draft(self, push: Push, target: Target | None) -> ServersTicket:
         """The ticket of the next commit."""
@@ -227,25 +237,25 @@ class ServersExchange:
         self.clock = ticket.clock
         self._participation.committed(ticket.phase)
         try:
-            self._sender.send(ticket, before)
+            self.sender.send(ticket, before)
             if len(ticket.server_commits) > 1:
                 self._stage_everywhere(ticket, "stage")
         except (ConfigError, FrameError) as error:  # raised by the user's codec
             raise ticket.failed_by(error) from error.__cause__
         except MENDED as error:
             ticket.generation = self._replay.generation
-            self._mend(ticket, error, time.monotonic(), time.monotonic() + self._wait_seconds)
+            self._mend(ticket, error, time.monotonic(), time.monotonic() + self.wait_seconds)
         return ticket
 
     def _stage_everywhere(self, ticket: ServersTicket, phase: str) -> None:
         """Acts on the servers' answers without waiting for the script. `phase`: the step phase of the time so far."""
         flow, began = ticket.flow, time.monotonic()
         try:
-            flow.wait_until_staged(self._wait_seconds)
+            flow.wait_until_staged(self.wait_seconds)
             if flow.waits_for_decision:
                 self.times.lap(phase)
                 with self.waits.of("step", step=ticket.clock, servers=ticket.unanswered):
-                    flow.wait_until_decided(self._wait_seconds)
+                    flow.wait_until_decided(self.wait_seconds)
                 self.times.lap("wait")
         except WaitTimeout:
             raise self._has_waited(ticket, began) from None
@@ -256,7 +266,7 @@ class ServersExchange:
         """Waits for a commit and receives its parameters."""
         self.times.lap("compute")
         began = time.monotonic()
-        until = began + (self._wait_seconds if timeout_seconds is None else timeout_seconds)
+        until = began + (self.wait_seconds if timeout_seconds is None else timeout_seconds)
         while True:
             try:
                 if not ticket.flow.arrives(min(LOUD_SECONDS, until - began)):
@@ -276,8 +286,8 @@ class ServersExchange:
         """The commit is complete: its slot is free."""
         ticket.landed = True
         self.num_landed = ticket.clock
-        self._copies.has_landed(ticket.target)
-        told, hosted = self._copies.told, self.routes.hosted
+        self.copies.has_landed(ticket.target)
+        told, hosted = self.copies.told, self.routes.hosted
         for server_commit in ticket.server_commits:
             assert server_commit.answer is not None
             parts = server_commit.receiver.versions if server_commit.receiver is not None else None
@@ -289,7 +299,7 @@ class ServersExchange:
                 if server_commit.answer is not None
             )
         )
-        self._sender.has_landed(ticket)
+        self.sender.has_landed(ticket)
         self.lease_acks.answered(ticket.acks, is_late=is_late)
         self._open.remove(ticket)
         if faults.armed is not None:
@@ -315,7 +325,7 @@ class ServersExchange:
                 missing = next((found for found in wanted if not found[1].has(found[2])), None)
                 if missing is None:
                     return True
-                left = began + self._wait_seconds - time.monotonic()
+                left = began + self.wait_seconds - time.monotonic()
                 if left < 0:
                     raise self._has_waited(ticket, began)
                 missing[0].await_more(flow, missing[2], min(left, LOUD_SECONDS))
@@ -350,14 +360,14 @@ class ServersExchange:
     def pull(self, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
         """Pulls parameters into the target; returns their versions."""
         self.make_room()  # so that the result includes this worker's pushes, except those in the window
-        self._copies.landed_in(target)
+        self.copies.landed_in(target)
         try:
             with self.waits.of("pull", servers=lambda: self.routes.names):
                 found = self._again(lambda: pull(self.routes, slices, target, min_version))
-                self._copies.pulled(found)
+                self.copies.pulled(found)
                 return found
         except WaitTimeout:
-            raise WaitTimeout(f"a pull has waited {self._wait_seconds:g} s for version {min_version}") from None
+            raise WaitTimeout(f"a pull has waited {self.wait_seconds:g} s for version {min_version}") from None
 
     def mapped(self) -> list[Bytes]:
         """The servers' parameters that are mapped into this process."""
@@ -365,34 +375,34 @@ class ServersExchange:
 
     def read_state(self, slices: Sequence[Slice], key: str = "") -> list[tuple[StateEntry, Bytes]]:
         """The rule state of these slices; `key`: only this entry."""
-        return self._again(lambda: read_state(self.routes, slices, self._wait_seconds, key))
+        return self._again(lambda: read_state(self.routes, slices, self.wait_seconds, key))
 
     def write_state(self, slices: Sequence[Slice], entries: Sequence[tuple[StateEntry, Bytes]]) -> None:
         """Sets the rule state of these slices."""
-        self._again(lambda: write_state(self.routes, slices, entries, self._wait_seconds))
+        self._again(lambda: write_state(self.routes, slices, entries, self.wait_seconds))
 
     # -- copies -------------------------------------------------------------------------------------------
 
     def keep(self, target: Target, slices: Sequence[Slice], arrays: KeptArrays) -> None:
         """The target's data of these slices lies in the caller's arrays: use them as copies while they live."""
-        self._copies.keep(target, slices, arrays)
+        self.copies.keep(target, slices, arrays)
 
     def overwrites(self, target: ArrayTarget) -> None:
         """This target writes into the caller's arrays: earlier copies in them are invalid."""
-        self._copies.overwrites(target, target.slices())
+        self.copies.overwrites(target, target.slices())
 
     def copies_of(self, slices: list[int]) -> list[Copy]:
         """From any thread."""
-        return self._copies.copies_of(slices)
+        return self.copies.copies_of(slices)
 
     def give_copies(self, copies: list[Copy], target: Member) -> None:
         """From any thread."""
-        self._copies.give(copies, target, self._dial)
+        self.copies.give(copies, target, self._dial)
 
     @property
     def num_updates(self) -> int:
         """The highest number of updates of any slice that this worker knows, including its own in flight."""
-        return self._copies.most_updates + len(self._open)
+        return self.copies.most_updates + len(self._open)
 
     # -- comings and goings -------------------------------------------------------------------------------
 
@@ -412,7 +422,7 @@ class ServersExchange:
 
     def has_stepped_to(self, step: int) -> None:
         """The coordinator says that the job has made this many steps."""
-        self._copies.pulled([step])
+        self.copies.pulled([step])
 
     def rest(self, *, is_pause: bool = False, if_active: bool = False, if_awaited: bool = False) -> None:
         """Takes part in no more rounds of this loop; `is_pause`: until the next commit. `if_active`: only if it
@@ -456,7 +466,7 @@ class ServersExchange:
     @property
     def pushed_bytes(self) -> PushBytes:
         """What its pushes took so far."""
-        return self._sender.pushed
+        return self.sender.pushed
 
     def break_off(self) -> None:
         """The job has failed, or this worker is out: ends all waits."""
