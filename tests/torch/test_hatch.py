@@ -166,7 +166,7 @@ def test_nccl_adds_up_what_one_rank_has() -> None:
     itself stays open, so it has a process of its own."""
     script = """
 import torch
-from syncline.server import process group
+from syncline.server.reduce import process_group
 from syncline.server.reduce.process_group import Heard, Introductions
 store = Introductions(1, Heard(), lambda key, value: None, 60.0)
 group = process_group.nccl_group(store, 0, 1, 60.0, "")
