@@ -18,7 +18,7 @@ from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
-from syncline.server.reduce.kernels import HALF, add_up, narrow, sum_dtype
+from syncline.server.reduce.weighted_sum import HALF, add_up, narrow, sum_dtype
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
 

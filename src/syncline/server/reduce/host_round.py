@@ -19,13 +19,14 @@ from syncline.errors import SynclineError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, buffer_of
+from syncline.reduce.kernels import Reducer
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
-from syncline.server.reduce.kernels import narrow
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
 from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
-from syncline.server.reliable_send import Outbox, Partner, ReliableSend
-from syncline.server.replicate import Region
+from syncline.server.reduce.weighted_sum import narrow
+from syncline.server.reliable_send import Outbox, ReliableSend
+from syncline.server.replicate import Partner, Region
 from syncline.server.rules import Bytes
 from syncline.server.slices import HostedSlice, RoundSums
 from syncline.server.tasks import RoundTask
@@ -55,17 +56,22 @@ class HostSlot:
         return self._wide
 
     @property
+    def _wide_array(self) -> Bytes:
+        found: Bytes = self.wide.view(torch.uint8).numpy()
+        return found
+
+    @property
     def wide_bytes(self) -> Buffer:
-        return buffer_of(self.wide.view(torch.uint8).numpy())
+        return buffer_of(self._wide_array)
 
     def add(self, parts: Iterable[Bytes], *, is_first: bool) -> None:
         """Other hosts' sums, in their order; `is_first`: there are none of this host."""
+        reducer, total = Reducer(str(self.wide.dtype).removeprefix("torch."), "sum", 1), self._wide_array
         for part in parts:
-            numbers = torch.from_numpy(part).view(self.wide.dtype)
             if is_first:
-                self.wide.copy_(numbers)
+                total[...] = part
             else:
-                self.wide.add_(numbers)
+                reducer.merge(total, part)
             is_first = False
 
     def read_in(self, view: Bytes) -> None:

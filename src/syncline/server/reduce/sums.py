@@ -12,7 +12,7 @@ import torch
 
 from syncline.core.layout import Piece, Segment, Slice
 from syncline.core.rounds import Commit
-from syncline.server.reduce.kernels import add_up, narrow, sum_dtype
+from syncline.server.reduce.weighted_sum import add_up, narrow, sum_dtype
 from syncline.server.replicate import Region
 from syncline.server.rules import Source
 from syncline.server.slices import HostedSlice, RoundSums

@@ -23,8 +23,8 @@ from syncline.core.wire.control import Roster
 from syncline.errors import CollectiveError
 from syncline.net import frame
 from syncline.net.rpc import Endpoint
+from syncline.reduce.kernels import Reducer
 from syncline.worker.collectives.peers import PeerLink, PeerStream
-from syncline.worker.collectives.values import Reducer
 from syncline.worker.session import Rosters, ranked
 
 

@@ -15,10 +15,10 @@ from syncline.errors import CollectiveError, FrameError
 from syncline.net import shm
 from syncline.net.memory import aligned_zeros
 from syncline.net.transport import Buffer, buffer_of
+from syncline.reduce.kernels import Reducer
 from syncline.worker.arrays import Bytes
 from syncline.worker.collectives.incoming import CHUNK_BYTES
 from syncline.worker.collectives.rendezvous import JointCall, Rendezvous
-from syncline.worker.collectives.values import Reducer
 
 #: From this size on, it is looked whether there is so much memory.
 _LARGE_BYTES = 64 << 20

@@ -21,6 +21,7 @@ from syncline.core.collectives import (
 from syncline.core.members import Member
 from syncline.core.wire.collectives import Shape
 from syncline.errors import CollectiveError
+from syncline.reduce.kernels import Reducer
 from syncline.stats import WireStats
 from syncline.worker.arrays import Array, Bytes, from_bytes, is_torch
 from syncline.worker.collectives import transfer
@@ -33,7 +34,6 @@ from syncline.worker.collectives.rendezvous import JointCall, LocalCall, Make, S
 from syncline.worker.collectives.transfer import exchange, make_room
 from syncline.worker.collectives.values import (
     NOTHING,
-    Reducer,
     Value,
     joined,
     made,
