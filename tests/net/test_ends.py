@@ -14,7 +14,7 @@ from syncline.net.transport import Peer
 
 
 def test_an_action_that_fails_keeps_nobody_else_from_hearing_that_the_connection_is_lost() -> None:
-    left, right = memory.pair(Peer("worker", "worker-0", 3), Peer("server", "server-0", 7))
+    left, right = memory.pair(Peer("worker", "worker-0", 0), Peer("server", "server-0", 0))
     ends: list[str] = []
     heard: list[str] = []
     silent = types.SimpleNamespace(handle=lambda request: None, lost=lambda endpoint, reason: None)
