@@ -15,6 +15,7 @@ from syncline import collectives
 from syncline.errors import CollectiveError
 from syncline.reduce.kernels import Reducer
 from syncline.testing.local import LocalJob
+from syncline.worker.collectives import verbs
 
 REMEDY = "; all ranks of a group make the same calls in the same order"
 F3, F4, LARGE = np.ones(3, np.float32), np.ones(4, np.float32), np.ones(50_000, np.float32)

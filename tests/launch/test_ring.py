@@ -54,7 +54,7 @@ BESIDE = """
     import torch, torch.distributed as dist
     import syncline
     from syncline.server.reduce import process_group
-    process group.CONNECT_SECONDS = 60.0  # on a busy machine
+    process_group.CONNECT_SECONDS = 60.0  # on a busy machine
     job = syncline.init(slice_bytes=1024)
     dist.init_process_group("gloo", init_method=f"file://{job.folder.resolve()}/theirs", rank=job.rank, world_size=2)
     job.kv.register({"w": torch.linspace(-1, 1, 1000)}, syncline.Rule("Add"))

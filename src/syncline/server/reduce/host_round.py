@@ -25,8 +25,8 @@ from syncline.server.pool import Pool
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
 from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
 from syncline.server.reduce.weighted_sum import narrow
-from syncline.server.reliable_send import Outbox, ReliableSend
-from syncline.server.replicate import Partner, Region
+from syncline.server.reliable_send import Outbox, Partner, ReliableSend
+from syncline.server.replicate import Region
 from syncline.server.rules import Bytes
 from syncline.server.slices import HostedSlice, RoundSums
 from syncline.server.tasks import RoundTask
