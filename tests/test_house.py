@@ -406,7 +406,6 @@ LOOKS_INSIDE = {
     "launch/played.py": "sends the launcher a signal without one: signals reach the main thread only",
     "launch/test_launcher.py": "waits for states of the launcher between two of its lines, and plays signals",
     "launch/test_ringing.py": "plays the server of a ring worker's process in a double",
-    "launch/test_standby.py": "the process that stands by has no other name before it is used",
     "net/test_rpc.py": "the gap between two steps of a race, and the end of 32-bit numbers",
     "server/rings.py": "whether sums go by host leaders, which no result shows",
     "server/test_circle.py": "stops a process group in the middle of a sum",

@@ -139,15 +139,15 @@ def test_a_chunk_that_is_not_the_next_one(two: LocalJob, monkeypatch: pytest.Mon
         generation=calls.world.roster.generation,
     )
     theirs.send(said)
-    under_way, ours = threading.Event(), PeerMessages.landing
+    under_way, ours = threading.Event(), PeerMessages.buffers_for
 
     # What worker-0 sends waits there for a call of worker-1, which makes none.
-    def landing(self: PeerMessages, link: Any, message: Any, payload_bytes: int) -> Any:
+    def buffers_for(self: PeerMessages, link: Any, message: Any, payload_bytes: int) -> Any:
         if isinstance(message, Chunk):
             under_way.set()
         return ours(self, link, message, payload_bytes)
 
-    monkeypatch.setattr(PeerMessages, "landing", landing)
+    monkeypatch.setattr(PeerMessages, "buffers_for", buffers_for)
 
     def work(me: Any) -> Any:
         lying = threading.Thread(target=lie_when_it_waits)

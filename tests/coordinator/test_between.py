@@ -85,9 +85,7 @@ def no_way(member: Member) -> Any:
 
 def test_a_server_that_has_just_joined_is_not_taken_for_one_that_is_out() -> None:
     """The change was begun before it came; its word reaches us after the roster that names the newcomer."""
-    hosting = Hosting(
-        InlinePool(), SliceStorage(), create_memory=HeapMemory, dial=no_way, drain=lambda slot: None, log=print
-    )
+    hosting = Hosting(InlinePool(), SliceStorage(), create_memory=HeapMemory, dial=no_way, log=print)
     old, new = Member("server-0", "server", 1, "a", since=1), Member("server-1", "server", 9, "a", since=8)
     hosting.hear([old, new], ())
     hosting.fence_servers([("server-0", 1)], 7)

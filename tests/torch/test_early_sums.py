@@ -232,7 +232,7 @@ def test_a_process_group_begins_all_buckets_before_their_round_is_complete(monke
         return original(self, work, holds)
 
     monkeypatch.setattr(GroupRound, "make", make)
-    trained(plain, True, "circle")
+    trained(plain, True, "process_group")
     assert len(begun) == 4 * (STEPS - 3) and begun[0][0] == begun[0][1] > 1
     assert set(begun) == {begun[0]}
 

@@ -31,7 +31,7 @@ def step(model: Counting, opt: DistributedOptimizer) -> None:
 def test_rounds_are_whole_however_long_a_save_takes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who left them while the cut of a save was awaited was in other rounds afterwards than the others, by chance: on
     a starved machine the same samples made more steps."""
-    monkeypatch.setattr(validation, "ASIDE_SECONDS", 0.0)
+    monkeypatch.setattr(validation, "ASK_ROUND_SECONDS", 0.0)
     asked: list[bool] = []
 
     def work(job: Job) -> float:
