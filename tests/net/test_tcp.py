@@ -24,6 +24,8 @@ from syncline.net import frame, handshake, tcp
 from syncline.net.frame import Header
 from syncline.net.transport import Connection, Peer, buffer_of
 
+from .conftest import JOB, TOKEN, Inbox
+
 Make = Callable[..., Any]
 SECONDS = PATIENCE
 _PREFIX = b"SYNH" + bytes([PROTOCOL])
@@ -376,3 +378,24 @@ def test_a_flood_of_strangers_is_a_few_lines_in_the_log(host: Make) -> None:
     lines = [there.log() for _ in range(4)]
     assert all("begins with b'GET '" in line for line in lines)
     assert lines[-1].startswith("37 more failed connections in the last ")
+
+
+def test_who_dials_before_we_have_an_incarnation_is_not_accepted() -> None:
+    """It drops the connection and dials again. Accepted late, the first connection would replace the second."""
+    accepted: queue.Queue[Any] = queue.Queue()
+    sock, unnamed = tcp.bind("127.0.0.1", 0), tcp.Identity(JOB, TOKEN, Peer("worker", "worker-1", 0))
+    listener = tcp.Listener(unnamed, accepted.put, sock=sock, log=print, needs_incarnation=True)
+    me = tcp.Identity(JOB, TOKEN, Peer("worker", "worker-0", 3))
+    try:
+        first = tcp.connect_tcp(listener.address.host, listener.address.port, me, SECONDS)
+        listener.rename(7)
+        second = tcp.connect_tcp(listener.address.host, listener.address.port, me, SECONDS)
+        assert (first.peer.incarnation, second.peer.incarnation) == (0, 7)
+        taken = accepted.get(timeout=SECONDS)
+        second.close()
+        inbox = Inbox()
+        first.start(inbox)
+        assert "closed" in inbox.end() and accepted.empty()
+        taken.close()
+    finally:
+        listener.close()

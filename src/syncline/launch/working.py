@@ -42,7 +42,9 @@ class Sockets:
         self.peers = Peers(rosters, stamp, self, log)
         here = local_address(file)
         unix = unix_name() if self._config.transport != "tcp" else ""
-        self._listener = tcp.Listener(self._identity, self.peers.accept, sock=tcp.bind(here, 0), unix=unix, log=log)
+        self._listener = tcp.Listener(
+            self._identity, self.peers.accept, sock=tcp.bind(here, 0), unix=unix, log=log, needs_incarnation=True
+        )
         self.address = Address(self._listener.address.unix, here, self._listener.address.port)
 
     def is_in(self, joined: Joined) -> None:

@@ -122,8 +122,12 @@ class Listener:
         sock: socket.socket,
         unix: str = "",
         log: Callable[[str], None],
+        needs_incarnation: bool = False,
     ) -> None:
+        """`needs_incarnation`: until handshakes name an incarnation of us, connections are closed. A member that dials
+        drops them as well and dials again; accepted late, such a connection would replace its newer one."""
         self._identity, self._accept, self._log = identity, accept, log
+        self._needs_incarnation = needs_incarnation
         self._certificate: Certificate | None = None
         self._lock = threading.Lock()
         self._strangers: dict[int, socket.socket] = {}  # by the handshake thread
@@ -221,7 +225,7 @@ class Listener:
         finally:
             with self._lock:
                 self._strangers.pop(threading.get_ident(), None)
-        if self._closed:
+        if self._closed or (self._needs_incarnation and not me.me.incarnation):
             connection.close()
         else:
             self._accept(connection)
