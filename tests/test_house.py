@@ -60,7 +60,7 @@ def project_files() -> list[Path]:
 def foreign_names(tree: ast.AST) -> dict[str, str]:
     """Local name -> origin, for every import of a file: `from torch import load as l` is l -> torch.load."""
     names = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 origin = alias.name if alias.asname else alias.name.split(".")[0]
@@ -84,7 +84,7 @@ def dotted(node: ast.expr, names: dict[str, str]) -> str:
 
 def banned_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
     names = foreign_names(tree)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in BANNED_MODULES:
@@ -114,7 +114,7 @@ def banned_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def environment_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
     names = foreign_names(tree)
     banned = {f"os.{name}" for name in ENVIRONMENT_NAMES}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             for alias in node.names:
                 if alias.name in ENVIRONMENT_NAMES:
@@ -125,7 +125,7 @@ def environment_reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def given_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Names this file gives to things itself; what others named (platform.node) is theirs."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -161,6 +161,16 @@ def unused_words() -> set[str]:
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+def walk(tree: ast.AST) -> Iterable[ast.AST]:
+    """Like ast.walk; the nodes of a whole file are listed once."""
+    return _nodes_of(tree) if isinstance(tree, ast.Module) else ast.walk(tree)
+
+
+@functools.cache
+def _nodes_of(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 def findings(finder, paths: Iterable[Path]) -> list[str]:
@@ -291,7 +301,7 @@ def test_the_ban_on_private_places_leaves(line):
 def imports_of(path: Path, modules: dict[str, Path]) -> set[str]:
     """The modules of ours that this file imports anywhere, also for types only."""
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in modules else node.module for name in names}
@@ -340,7 +350,7 @@ def test_no_import_cycle_of_more_than_three_files():
 def private_definitions(tree: ast.AST) -> set[str]:
     """Private names of attributes, methods and globals that a file defines."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
@@ -355,7 +365,7 @@ def test_no_class_reaches_into_the_private_state_of_a_class_in_another_file():
     ours = set().union(*by_file.values())
     found = []
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in walk(parsed(path)):
             if not isinstance(node, ast.Attribute) or node.attr not in ours - by_file[path]:
                 continue
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
@@ -365,7 +375,7 @@ def test_no_class_reaches_into_the_private_state_of_a_class_in_another_file():
 
 def assigned_to_self(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Attributes that methods give to their object, with what is given; also the fields of a class."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets if isinstance(node, ast.Assign | ast.AnnAssign) else ():
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
@@ -381,7 +391,7 @@ def test_no_callback_is_patched_into_an_object_from_outside():
     slots -= {name for name, value in assigned if not isinstance(value, ast.Lambda)}
     found = []
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in walk(parsed(path)):
             if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in slots):
                 continue
             if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
@@ -393,7 +403,7 @@ def test_no_two_classes_have_the_same_name():
     """Of the package; a private class belongs to its file."""
     places: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(relative(path))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -432,9 +442,9 @@ def is_private(name: str) -> bool:
 def private_members(tree: ast.AST) -> set[str]:
     """Private attributes and methods of the classes in a file."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ClassDef):
-            for inner in ast.walk(node):
+            for inner in walk(node):
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
                     found.add(inner.name)
                 elif isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
@@ -447,7 +457,7 @@ def targets_of(statement: ast.stmt) -> set[str]:
     """Names that a statement gives a value to."""
     if not isinstance(statement, ast.Assign | ast.AnnAssign):
         return set()
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return {n.id for n in walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 def private_globals(tree: ast.Module) -> set[str]:
@@ -467,7 +477,7 @@ def reaches_inside(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]
         origin = origins.get(node.id, "syncline") if isinstance(node, ast.Name) else "syncline"
         return origin.partition(".")[0] not in ("syncline", "tests")
 
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in foreign:
             base = node.value.func if isinstance(node.value, ast.Call) else node.value
             is_own = isinstance(base, ast.Name) and base.id in ("self", "cls", "super")

@@ -165,7 +165,7 @@ def test_another_syncline_than_the_one_that_is_meant_is_noticed(tmp_path: Path):
 
 
 @in_git
-@pytest.mark.slow
+@pytest.mark.proof
 def test_head_against_head():
     """A tiny row from end to end: both versions are up, take turns and give figures."""
     tiny = Effort(num_pairs=5, turn_seconds=0.01)

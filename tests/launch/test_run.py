@@ -319,6 +319,7 @@ def test_too_little_memory_for_arenas_falls_back_and_says_so_once(commands: Any)
     assert refused.code == 1 and "use --transport auto or tcp" in refused.output
 
 
+@pytest.mark.proof
 def test_a_full_disk_or_a_closed_pipe_holds_up_nobody(commands: Any) -> None:
     """Logs that cannot be written are said once; `syncline run … | head -1` ends instead of hanging."""
     script = commands.script("""

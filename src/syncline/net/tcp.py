@@ -124,8 +124,9 @@ class Listener:
         log: Callable[[str], None],
         needs_incarnation: bool = False,
     ) -> None:
-        """`needs_incarnation`: until handshakes name an incarnation of us, connections are closed. A member that dials
-        drops them as well and dials again; accepted late, such a connection would replace its newer one."""
+        """`needs_incarnation`: connections are closed until handshakes name an incarnation of us. A member that dials
+        drops them as well and dials again; accepted late, such a connection would replace its newer one.
+        """
         self._identity, self._accept, self._log = identity, accept, log
         self._needs_incarnation = needs_incarnation
         self._certificate: Certificate | None = None
