@@ -22,7 +22,7 @@ def beyond(samples: Samples, expected: float) -> Samples:
 
 
 def server_memory(name: str, num_bytes: int, *, transport: str, num_staged: int, reach: Reach) -> Row:
-    """A server that hosts a model with Adam, beyond one that hosts next to nothing.
+    """A server that hosts a model with Adam, beyond one that hosts next to nothing; both are new interpreters.
 
     The reference is arithmetic: parameters, Adam's two moments, and a model for each worker that stages. On shm the
     server shares the parameters and the worker's arena with the worker, and each counts half of both.
@@ -31,7 +31,9 @@ def server_memory(name: str, num_bytes: int, *, transport: str, num_staged: int,
     def measure(effort: Effort) -> Samples:
         check_memory_is_told()
         ours, idle = (
-            JobSide(Task(kind="push_pull", num_bytes=size, rule="Adam"), transport=transport, side=side)
+            JobSide(
+                Task(kind="push_pull", num_bytes=size, rule="Adam"), transport=transport, side=side, preload=False
+            )
             for side, size in (("ours", num_bytes), ("reference", _TINY_BYTES))
         )
         gauges = {
@@ -57,7 +59,7 @@ def mlp_bytes(widths: Sequence[int]) -> int:
 
 
 def worker_memory(name: str, widths: Sequence[int], *, reach: Reach) -> Row:
-    """A worker that trains, beyond a plain script with the same model.
+    """A worker that trains, beyond a plain script with the same model; both are new interpreters.
 
     Both have parameters, gradients and activations. The plain script makes no optimizer step: neither its state nor
     what a step takes meanwhile is in our favour. A page that worker and server share counts half here.
@@ -66,7 +68,7 @@ def worker_memory(name: str, widths: Sequence[int], *, reach: Reach) -> Row:
 
     def measure(effort: Effort) -> Samples:
         check_memory_is_told()
-        ours = JobSide(Task(kind="train_keeping", widths=list(widths), num_threads=1), transport="shm")
+        ours = JobSide(Task(kind="train_keeping", widths=list(widths), num_threads=1), transport="shm", preload=False)
         plain = ProcessSide("peers", Task(kind="backward", widths=list(widths), num_threads=1))
         gauges = {"ours": lambda _: pss_bytes(ours.pids["worker-0"]), "reference": lambda _: pss_bytes(plain.pids[0])}
         return beyond(play(ours, plain, effort, gauges=gauges), num_bytes)

@@ -29,8 +29,8 @@ def main():
     netD = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     netD = netD.to(device)
     criterion = nn.BCEWithLogitsLoss()
-    optimizerD = DistributedOptimizer(torch.optim.Adam(netD.parameters(), lr=3e-3, betas=(0.5, 0.999)), model=netD)
-    optimizerG = DistributedOptimizer(torch.optim.Adam(netG.parameters(), lr=3e-3, betas=(0.5, 0.999)), model=netG)
+    optimizerD = DistributedOptimizer(torch.optim.Adam(netD.parameters(), lr=5e-3, betas=(0.5, 0.999)), model=netD)
+    optimizerG = DistributedOptimizer(torch.optim.Adam(netG.parameters(), lr=2.5e-3, betas=(0.5, 0.999)), model=netG)
 
     for i in job.steps(num_iterations):
         # (1) Update D: maximize log(D(x)) + log(1 - D(G(z)))
