@@ -165,5 +165,5 @@ def choose(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
     """The rows with one of these names, where * stands for anything; all without names."""
     for pattern in patterns:
         if not fnmatch.filter([row.name for row in rows], pattern):
-            raise ConfigError(f"--only {pattern}: there are {', '.join(row.name for row in rows)}")
+            raise ConfigError(f"--only {pattern}: must be one of {', '.join(row.name for row in rows)}")
     return [row for row in rows if not patterns or any(fnmatch.fnmatch(row.name, p) for p in patterns)]

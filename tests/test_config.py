@@ -30,7 +30,7 @@ def test_what_is_said_wins_even_when_it_is_the_default() -> None:
 def test_an_unknown_setting_names_its_source_and_lists_what_there_is() -> None:
     with pytest.raises(ConfigError) as caught:
         check_known({"worker": 4}, "init()")
-    assert str(caught.value).startswith("init(): unknown setting 'worker'; there are: ack, ")
+    assert str(caught.value).startswith("init(): unknown setting 'worker'; choose from: ack, ")
     assert all(field.name in str(caught.value) for field in msgspec.structs.fields(JobConfig))
 
 
@@ -71,15 +71,15 @@ def test_whole_seconds_are_seconds() -> None:
         ({"start_seconds": 0.0}, "start_seconds = 0.0: must be at least 0.001"),
         ({"wait_seconds": float("nan")}, "wait_seconds = nan: must be at least 0.001"),
         ({"wait_seconds": float("inf")}, "wait_seconds = inf: must be at most 1000000000"),
-        ({"transport": "udp"}, "transport = 'udp': there are auto, shm, tcp"),
-        ({"exchange": "star"}, "exchange = 'star': there are servers, ring"),
+        ({"transport": "udp"}, "transport = 'udp': must be one of auto, shm, tcp"),
+        ({"exchange": "star"}, "exchange = 'star': must be one of servers, ring"),
         ({"replicas": 3}, "replicas = 3: must be at most 2"),
-        ({"env": "mpi"}, "env = 'mpi': there is torchrun"),
-        ({"name": "a/b"}, "name = 'a/b': a job's name is also its folder's, without '/'"),
-        ({"name": ".."}, "name = '..': a job's name is also its folder's, without '/'"),
-        ({"name": "a\0b"}, "name = 'a\\x00b': a job's name is also its folder's, without '/'"),
-        ({"name": "\udcff"}, "name = '\\udcff': a job's name is also its folder's, without '/'"),
-        ({"name": "n" * 201}, f"name = '{'n' * 20}'…: a job's name is also its folder's, at most 200 bytes"),
+        ({"env": "mpi"}, "env = 'mpi': must be torchrun"),
+        ({"name": "a/b"}, "name = 'a/b': it is also the name of a folder, and must not contain '/'"),
+        ({"name": ".."}, "name = '..': it is also the name of a folder, and must not contain '/'"),
+        ({"name": "a\0b"}, "name = 'a\\x00b': it is also the name of a folder, and must not contain '/'"),
+        ({"name": "\udcff"}, "name = '\\udcff': it is also the name of a folder, and must not contain '/'"),
+        ({"name": "n" * 201}, f"name = '{'n' * 20}'…: it is also the name of a folder: at most 200 bytes"),
     ],
 )
 def test_a_value_that_cannot_be_says_what_can(settings: dict[str, Any], message: str) -> None:
@@ -108,7 +108,7 @@ def test_the_file_is_read_and_checked(tmp_path: pathlib.Path) -> None:
     [
         (b"workers = ", "syncline.toml: Invalid value (at end of document)"),
         (b"workers = 4\nworkers = 5", "syncline.toml: Cannot overwrite a value"),
-        (b"worker = 4", "syncline.toml: unknown setting 'worker'; there are: ack, "),
+        (b"worker = 4", "syncline.toml: unknown setting 'worker'; choose from: ack, "),
         (b"[workers]\ncount = 4", "syncline.toml: workers = {'count': 4}: Expected `int`, got `object`"),
         (b'policy = "\xff"', "syncline.toml: cannot be read: 'utf-8' codec can't decode byte 0xff"),
     ],

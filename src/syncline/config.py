@@ -159,7 +159,7 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         if key not in _FIELDS:
             known, near = ", ".join(sorted(_FIELDS)), difflib.get_close_matches(key, _FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{source}: unknown setting {key!r}; there are: {known}{hint}")
+            raise ConfigError(f"{source}: unknown setting {key!r}; choose from: {known}{hint}")
         if key == "stop" and isinstance(value, str):
             value = (value,)  # one rule needs no list
         try:
@@ -187,24 +187,24 @@ def _check_values(config: JobConfig) -> None:
         if value > most:
             raise ConfigError(f"{name} = {value}: must be at most {most:.15g}")
     if config.transport not in TRANSPORTS:
-        raise ConfigError(f"transport = {config.transport!r}: there are {', '.join(TRANSPORTS)}")
+        raise ConfigError(f"transport = {config.transport!r}: must be one of {', '.join(TRANSPORTS)}")
     if config.exchange not in EXCHANGES:
-        raise ConfigError(f"exchange = {config.exchange!r}: there are {', '.join(EXCHANGES)}")
+        raise ConfigError(f"exchange = {config.exchange!r}: must be one of {', '.join(EXCHANGES)}")
     if config.sums not in SUMS:
-        raise ConfigError(f"sums = {config.sums!r}: there are {', '.join(SUMS)}")
+        raise ConfigError(f"sums = {config.sums!r}: must be one of {', '.join(SUMS)}")
     if config.replicas > 2 and not config.is_ring:
         raise ConfigError(f"replicas = {config.replicas}: must be at most 2")
     kind, colon, number = config.server_device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal() and len(number) < 4)):
-        raise ConfigError(f"server_device = {config.server_device!r}: there are cpu, cuda, cuda:0, cuda:1, …")
+        raise ConfigError(f"server_device = {config.server_device!r}: must be one of cpu, cuda, cuda:0, cuda:1, …")
     if config.cores not in ("", "auto"):
-        raise ConfigError(f"cores = {config.cores!r}: there is auto")
+        raise ConfigError(f"cores = {config.cores!r}: must be auto")
     if config.env not in ("", "torchrun"):
-        raise ConfigError(f"env = {config.env!r}: there is torchrun")
+        raise ConfigError(f"env = {config.env!r}: must be torchrun")
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
-        raise ConfigError(f"name = {config.name!r}: a job's name is also its folder's, without '/'")
+        raise ConfigError(f"name = {config.name!r}: it is also the name of a folder, and must not contain '/'")
     if len(config.name.encode()) > 200:
-        raise ConfigError(f"name = {config.name[:20]!r}…: a job's name is also its folder's, at most 200 bytes")
+        raise ConfigError(f"name = {config.name[:20]!r}…: it is also the name of a folder: at most 200 bytes")
 
 
 def read_toml_here() -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_only_takes_names_and_patterns():
         "sync-scaling",
     ]
     assert rows.choose(every, []) == every
-    with pytest.raises(ConfigError, match=r"--only nothing: there are shm-large, .*mlp-ddp"):
+    with pytest.raises(ConfigError, match=r"--only nothing: must be one of shm-large, .*mlp-ddp"):
         rows.choose(every, ["nothing"])
 
 

@@ -13,8 +13,8 @@ from tests.cli.test_bad_input import refused
     [
         (("--save-every", "soon", "--checkpoint", "saves"), "--save-every 'soon': give a duration"),
         (("--save-every", "0steps", "--checkpoint", "saves"), "--save-every '0steps': give a number of steps"),
-        (("--save-every", "5m"), "--save-every needs to know where to save: say --checkpoint DIR"),
-        (("--fresh", "--resume", "x", "--checkpoint", "saves"), "--fresh and --resume exclude each other"),
+        (("--save-every", "5m"), "--save-every needs to know where to save: use --checkpoint DIR"),
+        (("--fresh", "--resume", "x", "--checkpoint", "saves"), "--fresh and --resume cannot be combined"),
         (("--resume", "nothing"), "--resume nothing: there is no checkpoint"),
         (("--checkpoint", "train.py/saves"), "train.py/saves"),
         (("--checkpoint", "nowhere://x"), "nowhere://"),

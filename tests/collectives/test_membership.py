@@ -107,7 +107,7 @@ def test_a_group_with_one_who_is_gone(fresh: LocalJob) -> None:
             collectives.barrier(group=group)
         return str(caught.value)
 
-    told = "worker-1 of this group is gone; make a new group of those who are there"
+    told = "worker-1 of this group is gone; make a new group of the workers that are left"
     assert together(fresh, work, ranks=[0, 1])[0] == told
 
 

@@ -207,7 +207,7 @@ def test_what_cannot_be_is_said_before_anybody_waits(three: LocalJob) -> None:
     )
     assert "use max for any" in refused(lambda: collectives.all_reduce(np.ones(3, bool)))
     assert "no order" in refused(lambda: collectives.all_reduce(np.ones(3, complex), "min"))
-    assert refused(lambda: collectives.all_reduce(F3, "mean")).startswith("op='mean': there are average, sum")
+    assert refused(lambda: collectives.all_reduce(F3, "mean")).startswith("op='mean': must be one of average, sum")
     assert "cannot be sent" in refused(lambda: collectives.all_reduce(np.array(["a"])))
     assert "there is no rank 3" in refused(lambda: collectives.reduce(F3, root=3))
     assert "there is no rank 9" in refused(lambda: collectives.group([0, 9]))

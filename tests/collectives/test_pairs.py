@@ -84,5 +84,5 @@ def test_in_a_group(three: LocalJob) -> None:
         return collectives.recv(0, group=outer)
 
     here, middle, there = together(three, work)
-    assert here == (None, "send: rank 1, worker-1, is not among those who take part") and there == [0, 1, 2, 3]
+    assert here == (None, "send: rank 1, worker-1, is not in this group") and there == [0, 1, 2, 3]
     assert messages([middle]) == ["CollectiveError: worker-1 is not in this group: worker-0 and worker-2"]

@@ -238,7 +238,7 @@ def test_the_largest_are_those_of_a_whole_slice_whichever_parameter_they_are_of(
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"codec": "int4"}, "--codec 'int4': there are bf16, fp16, int8, topk:R"),
+        ({"codec": "int4"}, "--codec 'int4': must be one of bf16, fp16, int8, topk:R"),
         ({"codec": "topk"}, "topk:R is a share of the numbers"),
         ({"codec": "topk:0"}, "topk:R is a share of the numbers"),
         ({"codec": "topk:1.5"}, "topk:R is a share of the numbers"),

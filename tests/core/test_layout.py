@@ -160,7 +160,7 @@ ONE = Parameter("w", "float32", (2,))
     [
         ([ONE, ONE], RULES, "mean", LayoutError, "two parameters are named 'w'; names must differ"),
         ([], RULES, "mean", LayoutError, "nothing to register: the parameters are empty"),
-        ([ONE], RULES, "median", LayoutError, "reduce = 'median': there are mean, sum"),
+        ([ONE], RULES, "median", LayoutError, "reduce = 'median': must be one of mean, sum"),
         ([Parameter("w", "complex64", (2,))], RULES, "mean", LayoutError, "'w' is complex64; there are float16, "),
         ([Parameter("w", "float32", (2, -1))], RULES, "mean", LayoutError, "'w' has the shape (2, -1)"),
         ([Parameter("w", "float32", (1,) * 65)], RULES, "mean", LayoutError, "'w' has 65 dimensions; at most 64"),

@@ -39,7 +39,7 @@ def test_it_is_said_as_it_is_made(text: str, rule: Rule) -> None:
         ("SGD(lr=1e999)", "lr=1e999 is too large"),
         ("SGD(lr=nan)", "lr='nan' is no number"),
         ("Adam(lr=1, betas=(0.9, x))", "betas='x' is no number"),
-        ("Sgd(lr=0.7)", "there is no optimizer 'Sgd'; there are: ASGD"),
+        ("Sgd(lr=0.7)", "there is no optimizer 'Sgd'; choose from: ASGD"),
         ("LBFGS(lr=0.7)", "there is no optimizer 'LBFGS'"),
         ("Add(lr=1)", "there is no optimizer 'Add'"),
         ("os.system(lr=1)", "say it as it is made"),

@@ -43,7 +43,7 @@ def test_another_policy_lists_what_there_is(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_policy(text)
     assert str(caught.value) == (
-        f"policy = {text!r}: there are sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, "
+        f"policy = {text!r}: must be one of sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, "
         "async,damped"
     )
 

@@ -44,12 +44,12 @@ def test_as_many_servers_as_workers_all_with_everything() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "async"}, "--exchange ring and --policy async exclude each other: .* say --policy sync, or --ex"),
-        ({"policy": "bounded:4,damped"}, "--policy bounded:4,damped exclude each other: .* say --policy sync"),
-        ({"policy": "sync:spare=1"}, "--policy sync:spare=1 exclude each other: .* or --exchange servers"),
-        ({"window": 2}, "--exchange ring and --window 2 exclude each other: .* leave --window out"),
-        ({"server_device": "cuda:0"}, "--server-device cuda:0 exclude each other: .* leave --server-device out"),
-        ({"policy": "often"}, "policy = 'often': there are sync"),
+        ({"policy": "async"}, "--exchange ring and --policy async cannot be combined: .* use --policy sync, or --ex"),
+        ({"policy": "bounded:4,damped"}, "--policy bounded:4,damped cannot be combined: .* use --policy sync"),
+        ({"policy": "sync:spare=1"}, "--policy sync:spare=1 cannot be combined: .* or --exchange servers"),
+        ({"window": 2}, "--exchange ring and --window 2 cannot be combined: .* leave --window out"),
+        ({"server_device": "cuda:0"}, "--server-device cuda:0 cannot be combined: .* leave --server-device out"),
+        ({"policy": "often"}, "policy = 'often': must be one of sync"),
     ],
 )
 def test_what_excludes_each_other_says_what_to_use(settings: dict[str, Any], message: str) -> None:

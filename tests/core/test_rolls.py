@@ -58,7 +58,7 @@ def test_a_round_is_applied_when_all_who_are_in_it_have_committed_here() -> None
     here, there = rounds_of(3, decides=True), rounds_of(3)
     commit(here, 0, 1)
     assert applied(commit(here, 2, 1)) == [(("worker-0", 1), ("worker-2", 1))]
-    with pytest.raises(ProtocolError, match="nobody has said in which round that is"):
+    with pytest.raises(ProtocolError, match="whose round is not known"):
         commit(there, 2, 1)
     there.learn(told(here, 2, 1))
     first = commit(there, 2, 1)

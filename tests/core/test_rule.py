@@ -55,9 +55,9 @@ def test_rules_that_look_at_a_whole_tensor_are_known_rules() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("LBFGS", "there is no rule 'LBFGS' (LBFGS needs a closure); there are: "),
-        ("adam", "there is no rule 'adam'; there are: "),
-        ("__class__", "there is no rule '__class__'; there are: "),
+        ("LBFGS", "there is no rule 'LBFGS' (LBFGS needs a closure); choose from: "),
+        ("adam", "there is no rule 'adam'; choose from: "),
+        ("__class__", "there is no rule '__class__'; choose from: "),
     ],
 )
 def test_an_unknown_rule_lists_what_there_is(name: str, hint: str) -> None:

@@ -73,7 +73,7 @@ def test_what_only_the_launch_can_say(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Said before anything starts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracebacks, "shorten_tracebacks", lambda: None)
-    with pytest.raises(ValueError, match=r"init\(\): unknown setting 'polcy'; there are: ack, "):
+    with pytest.raises(ValueError, match=r"init\(\): unknown setting 'polcy'; choose from: ack, "):
         syncline.init(polcy="sync")
     with pytest.raises(ValueError, match=r"--window 2 needs --policy bounded:K or async"):
         syncline.init(policy="sync", window=2)

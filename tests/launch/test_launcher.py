@@ -314,7 +314,9 @@ def test_who_was_evicted_and_hears_nothing_is_ended(
     known = {n: i for n, i in job.coordinator.standings.incarnations.items() if n != "worker-1"}
     job.coordinator.change(incarnations=known)
     job.wait_for_life("worker-1", 2)
-    assert any("worker-1 was evicted 0.2 s ago and has not ended; it is ended now" in x for x in job.screen.lines)
+    assert any(
+        "worker-1 was evicted 0.2 s ago and has not ended; the launcher ends it now" in x for x in job.screen.lines
+    )
 
 
 def test_who_was_ended_by_the_launcher_was_not_out_of_memory_and_that_does_not_count(

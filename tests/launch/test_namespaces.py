@@ -74,7 +74,7 @@ RING = """
     job = syncline.init(wait_seconds=120.0)
     job.kv.register({"x": np.zeros(3_000_000, np.float32)}, syncline.Rule("Adam", lr=0.1))
     draw = np.random.default_rng(job.rank)
-    for step in range(40):
+    for step in job.steps(40):
         job.kv.push_pull({"x": draw.standard_normal(3_000_000).astype(np.float32)}).wait()
         if job.own_step == 5:
             print("under way", flush=True)

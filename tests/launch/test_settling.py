@@ -39,7 +39,7 @@ def test_with_hosts_as_many_as_they_have() -> None:
     assert settle_workers({"hosts": "a:4,b:2", **parse_workers("6")})["workers"] == 6
     assert settle_workers({"hosts": "a:4,b:2", **parse_workers("2:8")})["workers"] == 6
     for text in ("3", "7:8", "2:5", "0"):
-        with pytest.raises(ConfigError, match=r"-w .* and -H a:4,b:2 \(6 workers\) exclude each other"):
+        with pytest.raises(ConfigError, match=r"-w .* and -H a:4,b:2 \(6 workers\) cannot be combined"):
             settle_workers({"hosts": "a:4,b:2", **(parse_workers(text))})
 
 
@@ -64,19 +64,19 @@ def test_replicas_follow_from_the_hosts_and_acknowledgements_from_the_replicas()
 @pytest.mark.parametrize(
     ("hosts", "given", "message"),
     [
-        (["local"], {"replicas": 2}, "--replicas 2 needs two servers or more; this job has 1: say -s 2"),
-        (["local"], {"ack": "replicated"}, "--ack replicated needs two servers or more; this job has 1: say -s 2"),
+        (["local"], {"replicas": 2}, "--replicas 2 needs two servers or more; this job has 1: use -s 2"),
+        (["local"], {"ack": "replicated"}, "--ack replicated needs two servers or more; this job has 1: use -s 2"),
         (
             ["a", "b"],
             {"replicas": 1, "ack": "replicated"},
-            "--ack replicated and --replicas 1 exclude each other; say --ack memory",
+            "--ack replicated and --replicas 1 cannot be combined; use --ack memory",
         ),
         (
             ["a", "b"],
             {"replicas": 2, "ack": "memory"},
-            "--ack memory and --replicas 2 exclude each other; say --ack replicated",
+            "--ack memory and --replicas 2 cannot be combined; use --ack replicated",
         ),
-        (["a"], {"ack": "disk"}, "ack = 'disk': there are memory, replicated"),
+        (["a"], {"ack": "disk"}, "ack = 'disk': must be one of memory, replicated"),
     ],
 )
 def test_what_cannot_be_promised_is_refused(hosts: list[str], given: dict[str, Any], message: str) -> None:
@@ -133,10 +133,10 @@ def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> Non
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"servers": 1}, "--exchange ring and -s 1 exclude each other"),
-        ({"replicas": 2}, "--exchange ring and --replicas 2 exclude each other"),
-        ({"ack": "memory"}, "--exchange ring and --ack memory exclude each other"),
-        ({"policy": "bounded:2"}, "say --policy sync, or --exchange servers"),
+        ({"servers": 1}, "--exchange ring and -s 1 cannot be combined"),
+        ({"replicas": 2}, "--exchange ring and --replicas 2 cannot be combined"),
+        ({"ack": "memory"}, "--exchange ring and --ack memory cannot be combined"),
+        ({"policy": "bounded:2"}, "use --policy sync, or --exchange servers"),
     ],
 )
 def test_what_a_ring_excludes_is_said_at_launch(said: dict[str, Any], message: str) -> None:

@@ -368,11 +368,11 @@ def test_what_goes_wrong_without_a_death_is_said(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"sums": "gloo"}, "say --exchange ring"),
+        ({"sums": "gloo"}, "use --exchange ring"),
         ({**GLOO, "codec": "bf16"}, "leave --codec out"),
-        ({**GLOO, "policy": "bounded:2"}, "say --policy sync"),
-        ({"exchange": "ring", "sums": "nccl", "device": "cpu"}, "say --sums gloo"),
-        ({"exchange": "ring", "sums": "mpi"}, "there are ours, gloo, nccl"),
+        ({**GLOO, "policy": "bounded:2"}, "use --policy sync"),
+        ({"exchange": "ring", "sums": "nccl", "device": "cpu"}, "use --sums gloo"),
+        ({"exchange": "ring", "sums": "mpi"}, "must be one of ours, gloo, nccl"),
     ],
 )
 def test_what_cannot_be_together_is_said(settings: dict[str, Any], said: str) -> None:
@@ -387,7 +387,7 @@ def test_between_hosts_only_where_the_network_is_trusted() -> None:
             if trusted:
                 jobs.run(lambda job: push_cells(job, 2, {}))
             else:
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(RuleError, match="say --trust-network"):
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(RuleError, match="use --trust-network"):
                     patch.setattr(process_group, "PATIENCE_SECONDS", 0.2)
                     jobs.run(lambda job: push_cells(job, 2, {}))
 

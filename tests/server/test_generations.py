@@ -77,7 +77,7 @@ def test_a_hold_ends_by_itself_and_its_install_is_refused(make_house: MakeHouse)
     eventually(lambda: not house.servers["server-0"].commits.holding.is_on)
     assert not call.arrives(0.1), "the round waits for who is not settled"
     house.holds("server-0")
-    with pytest.raises(ProtocolError, match="generation 2 is not prepared any more"):
+    with pytest.raises(ProtocolError, match="generation 2 was superseded"):
         house.install(change)
     with pytest.raises(FencedError):
         two.commit("server-0", 1, x()).wait(WAIT)  # the fences stay
@@ -114,7 +114,7 @@ def test_prepare_and_install_may_be_said_again_and_a_higher_one_takes_the_place(
     house.prepare(first)
     second = house.change(fenced={"worker-1": two.incarnation})
     house.prepare(second)
-    with pytest.raises(ProtocolError, match="generation 2 is not prepared any more"):
+    with pytest.raises(ProtocolError, match="generation 2 was superseded"):
         house.install(first)
     with pytest.raises(ProtocolError, match="is asked to prepare generation 2"):
         house.tell("server-0", Prepare(2, [], [], False)).wait(WAIT)
@@ -124,7 +124,7 @@ def test_prepare_and_install_may_be_said_again_and_a_higher_one_takes_the_place(
     for generation in (1, 2, 3):
         with pytest.raises(ProtocolError, match=f"prepare generation {generation}"):
             house.tell("server-0", Prepare(generation, [], [], False)).wait(WAIT)
-    with pytest.raises(ProtocolError, match="generation 9 is not prepared any more"):
+    with pytest.raises(ProtocolError, match="generation 9 was superseded"):
         house.tell("server-0", Install(9, [], [], [])).wait(WAIT)
     one.commit("server-0", 2, x()).wait(WAIT)
     assert set(by_slice(house).values()) == {-2.0}

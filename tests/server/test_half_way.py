@@ -173,7 +173,7 @@ def test_a_move_that_was_begun_is_not_let_go_of_by_itself(make_house: MakeHouse)
     slot.unpin()
     slot.drain()
     assert isinstance(prepared.wait(WAIT), Prepared)
-    with pytest.raises(ProtocolError, match="is not prepared any more"):
+    with pytest.raises(ProtocolError, match="was superseded"):
         begun.wait(WAIT)
     assert not call.arrives(0.4), "only an Install lets go"
     house.holds(full)

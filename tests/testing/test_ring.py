@@ -106,7 +106,7 @@ def test_scaling_goes_by_workers_and_the_launcher_starts_no_servers() -> None:
 
 def test_servers_are_not_said_in_a_ring() -> None:
     with (
-        pytest.raises(ConfigError, match="--exchange ring and -s 2 exclude each other"),
+        pytest.raises(ConfigError, match="--exchange ring and -s 2 cannot be combined"),
         local_job(2, 2, exchange="ring"),
     ):
         pass

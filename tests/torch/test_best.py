@@ -286,5 +286,5 @@ def test_what_best_needs(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="--best needs to know where to save"), local_job(best="score"):
         pass
     saves = str(tmp_path / "saves")
-    with pytest.raises(ConfigError, match="say --best METRIC too"), local_job(checkpoint=saves, average="ema:0.9"):
+    with pytest.raises(ConfigError, match="use --best METRIC too"), local_job(checkpoint=saves, average="ema:0.9"):
         pass

@@ -368,7 +368,7 @@ class Unsized(Dataset[int]):
         (Numbers(3), {"batch_size": 0}, "batch_size = 0: must be an int of at least 1"),
         (Numbers(3), {"batch_size": 2.0}, "batch_size = 2.0: must be an int"),
         (Numbers(3), {"batch_size": True}, "batch_size = True: must be an int"),
-        (Numbers(3), {"batch": "automatic"}, 'there is "auto"; the size is batch_size'),
+        (Numbers(3), {"batch": "automatic"}, 'must be "auto"; the size is batch_size'),
         (Numbers(3), {"in_order": False, "num_workers": 1}, "in_order=False cannot be given: .* leave"),
     ],
 )

@@ -107,14 +107,14 @@ def test_bad_registrations_and_pushes_say_what_is_wrong() -> None:
             kv.register({"x": np.zeros(2, np.complex64)}, SGD)
         with pytest.raises(LayoutError, match="is a list; give NumPy arrays or torch CPU tensors"):
             kv.register({"x": [1.0]}, SGD)
-        with pytest.raises(LayoutError, match="reduce = 'max': there are mean, sum"):
+        with pytest.raises(LayoutError, match="reduce = 'max': must be one of mean, sum"):
             kv.register({"x": np.zeros(2)}, SGD, reduce="max")
         kv.register({"x": np.zeros((2, 2), np.float32)}, SGD)
         with pytest.raises(LayoutError, match=r"pushes 'x' as float32\[4\], the job has float32\[2, 2\]"):
             kv.push({"x": np.zeros(4, np.float32)})
         with pytest.raises(LayoutError, match=r"pushes 'x' as float64"):
             kv.push({"x": np.zeros((2, 2))})
-        with pytest.raises(LayoutError, match="no parameter is named 'y'; there are: x"):
+        with pytest.raises(LayoutError, match="no parameter is named 'y'; choose from: x"):
             kv.push({"y": np.zeros(4)})
         with pytest.raises(
             LayoutError, match="'x' is sparse, and servers take no sparse gradients yet; give its to_dense"
@@ -347,7 +347,7 @@ def test_what_cannot_be_set() -> None:
             (kv.set, r"kv.set\(\) changes nothing; say what, e.g. kv.set\(lr=0.05\)"),
             (lambda: kv.set(rate=1.0), r"kv.set\(rate\): no rule of this job has that"),
             (lambda: kv.set("mask", lr=1.0), "rule Assign has no option 'lr'; it has: none"),
-            (lambda: kv.set("c", lr=1.0), "no parameter is named 'c'; there are: a, b, mask"),
+            (lambda: kv.set("c", lr=1.0), "no parameter is named 'c'; choose from: a, b, mask"),
             (lambda: kv.set("a", lr=1.0), "'a' and 'b' were registered with the same rule and change together"),
             (lambda: kv.set(lr=float("nan")), "lr is NaN"),
             (lambda: kv.push({"a": np.zeros(2)}, lr=0.5), r"a push takes no lr: .* kv.set\(lr=…\) changes it"),

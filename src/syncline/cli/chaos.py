@@ -67,7 +67,7 @@ def chaos(
     if any(host not in LOCAL_HOSTS for host in assign(config).values()):
         raise ConfigError("syncline chaos kills processes of this host only; leave -H out")
     if config.is_ring and rate.roles == ["server"]:
-        raise ConfigError("--roles server: a ring's servers are in its workers' processes; say --roles worker")
+        raise ConfigError("--roles server: a ring's servers are in its workers' processes; use --roles worker")
     given, config = settle_name(given, config, script)
     before = None
     if baseline:
@@ -96,14 +96,14 @@ def _chosen(text: str) -> list[str]:
     found = [word.strip() for word in text.split(",")]
     for word in found:
         if word not in ROLES:
-            raise ConfigError(f"--roles {text!r}: there are {', '.join(ROLES)}")
+            raise ConfigError(f"--roles {text!r}: must be one of {', '.join(ROLES)}")
     return found
 
 
 def _signal(text: str) -> str:
     name = text.upper().removeprefix("SIG")
     if name not in SIGNALS:
-        raise ConfigError(f"--signal {text!r}: there are {', '.join(SIGNALS)}")
+        raise ConfigError(f"--signal {text!r}: must be one of {', '.join(SIGNALS)}")
     return name
 
 

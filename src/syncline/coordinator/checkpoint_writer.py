@@ -285,7 +285,7 @@ def adopt(url: str, token: str, say: Callable[[str], None]) -> Checkpoint | None
         _remove(folder, token)
         return None
     except StoreError as error:
-        say(f"the coordinator was away in the middle of a save; what there is of it stays: {error}")
+        say(f"the coordinator restarted during a save; the unfinished files stay: {error}")
         return None
     return checkpoint_of(folder, manifest, digest)
 

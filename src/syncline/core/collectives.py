@@ -39,7 +39,7 @@ def num_bytes(dtype: str, shape: Shape) -> int:
 def check_op(op: str, dtype: str) -> None:
     """Raises CollectiveError if the dtype does not support the operation."""
     if op not in OPS:
-        raise CollectiveError(f"op={op!r}: there are {', '.join(OPS)}")
+        raise CollectiveError(f"op={op!r}: must be one of {', '.join(OPS)}")
     if dtype == "bool" and op not in ("min", "max"):
         raise CollectiveError(f"{op} of bool: use max for any, min for all, or numbers")
     if op == "average" and not dtype.startswith(("float", "bfloat", "complex")):

@@ -137,7 +137,7 @@ def check_parameters(parameters: Sequence[Parameter], rules: Sequence[Rule], red
     if len(parameters) > MAX_PARAMETERS:
         raise LayoutError(f"{len(parameters)} parameters in one registration; at most {MAX_PARAMETERS}")
     if reduce not in REDUCE:
-        raise LayoutError(f"reduce = {reduce!r}: there are {', '.join(REDUCE)}")
+        raise LayoutError(f"reduce = {reduce!r}: must be one of {', '.join(REDUCE)}")
     seen: set[str] = set()
     for parameter in parameters:
         if parameter.name in seen:

@@ -47,7 +47,7 @@ def parse_policy(text: str) -> Policy:
     kind, colon, number = name.partition(":")
     is_damped = option == "damped"
     if comma and not is_damped:
-        raise ConfigError(f"policy = {_short(text)}: there are {KINDS}")
+        raise ConfigError(f"policy = {_short(text)}: must be one of {KINDS}")
     if kind == "sync" and is_damped:
         raise ConfigError(
             f"policy = {_short(text)}: nothing is stale in sync; damped goes with bounded:K or async, "
@@ -59,7 +59,7 @@ def parse_policy(text: str) -> Policy:
         return Policy(kind, is_damped=is_damped)
     if kind == "bounded" and _is_number(number):
         return Policy(kind, int(number), is_damped=is_damped)
-    raise ConfigError(f"policy = {_short(text)}: there are {KINDS}")
+    raise ConfigError(f"policy = {_short(text)}: must be one of {KINDS}")
 
 
 def _spare(text: str, number: str) -> int:

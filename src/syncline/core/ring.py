@@ -45,7 +45,7 @@ def check_said(said: Mapping[str, Any]) -> None:
     for key, option in _FOLLOWS.items():
         if key in said:
             raise ConfigError(
-                f"--exchange ring and {option} {said[key]} exclude each other: every worker's process has a server, "
+                f"--exchange ring and {option} {said[key]} cannot be combined: every worker's process has a server, "
                 f"which has every slice; leave {option} out (also in syncline.toml: {key}), or say "
                 "--exchange servers"
             )
@@ -56,7 +56,7 @@ def check_ring(config: JobConfig) -> None:
     if not config.is_ring:
         if config.sums != "ours":
             raise ConfigError(
-                f"--sums {config.sums} is for rings: servers add up gradients themselves; say --exchange ring, or "
+                f"--sums {config.sums} is for rings: servers add up gradients themselves; use --exchange ring, or "
                 "leave --sums out"
             )
         return
@@ -64,19 +64,19 @@ def check_ring(config: JobConfig) -> None:
     policy = parse_policy(config.policy)
     if not policy.in_rounds or policy.spare:
         raise ConfigError(
-            f"--exchange ring and --policy {policy} exclude each other: in a ring every round is that of all "
-            "workers; say --policy sync, or --exchange servers"
+            f"--exchange ring and --policy {policy} cannot be combined: in a ring every round is that of all "
+            "workers; use --policy sync, or --exchange servers"
         )
     if config.window:
         raise ConfigError(
-            f"--exchange ring and --window {config.window} exclude each other: in a ring a worker has one open "
-            "clock; leave --window out, or say --exchange servers with --policy bounded:K or async"
+            f"--exchange ring and --window {config.window} cannot be combined: in a ring a worker has one open "
+            "clock; leave --window out, or use --exchange servers with --policy bounded:K or async"
         )
     if config.server_device != "cpu":
         raise ConfigError(
-            f"--exchange ring and --server-device {config.server_device} exclude each other: so far a ring's servers "
+            f"--exchange ring and --server-device {config.server_device} cannot be combined: so far a ring's servers "
             "have their slices in host memory, or with --sums nccl on their worker's GPU; leave --server-device out, "
-            "or say --exchange servers"
+            "or use --exchange servers"
         )
 
 
@@ -84,12 +84,12 @@ def _check_process_group(config: JobConfig) -> None:
     for option, name in (("--codec", config.codec), ("--pull-codec", config.pull_codec)):
         if config.has_process_group and name not in NONE:
             raise ConfigError(
-                f"--sums {config.sums} and {option} {name} exclude each other: {config.sums} carries gradients as "
-                f"they are; leave {option} out, or say --sums ours"
+                f"--sums {config.sums} and {option} {name} cannot be combined: {config.sums} carries gradients as "
+                f"they are; leave {option} out, or use --sums ours"
             )
     if config.sums == "nccl" and config.device != "auto" and not config.device.startswith("cuda"):
         raise ConfigError(
-            f"--sums nccl and --device {config.device} exclude each other: nccl is for GPUs; say --sums gloo"
+            f"--sums nccl and --device {config.device} cannot be combined: nccl is for GPUs; use --sums gloo"
         )
 
 
@@ -100,8 +100,8 @@ def check_process_group_hosts(config: JobConfig, hosts: Iterable[str]) -> None:
     found = sorted(set(hosts))
     if config.has_process_group and len(found) > 1 and not config.trust_network:
         raise ConfigError(
-            f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} speaks in the clear, and to "
-            "anyone who connects. In a network that you trust say --trust-network; else --sums ours, which encrypts"
+            f"--sums {config.sums} between hosts ({', '.join(found)}): {config.sums} does not encrypt, and accepts "
+            "any connection; use --trust-network if you trust the network, or --sums ours, which encrypts"
         )
 
 
@@ -120,7 +120,7 @@ def check_process_group_gpus(config: JobConfig, num_workers: int, num_gpus: int,
     if config.sums == "nccl" and num_gpus < num_workers:
         raise ConfigError(
             f"--sums nccl needs a GPU for every worker; {where} has {counted(num_gpus, 'GPU')} for "
-            f"{counted(num_workers, 'worker')}: say --sums gloo, or leave --sums out"
+            f"{counted(num_workers, 'worker')}: use --sums gloo, or leave --sums out"
         )
 
 

@@ -236,7 +236,7 @@ class Rounds(Generic[T]):
             if roll is not None:
                 return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
             if not self.decides:
-                raise ProtocolError(f"{worker} commits clock {clock}, and nobody has said in which round that is")
+                raise ProtocolError(f"{worker} commits clock {clock}, whose round is not known")
         self._enter_barrier_epoch(phase)
         self._enter_stretch(standing, self._not_behind(standing, phase), back_at)
         standing.clock = clock

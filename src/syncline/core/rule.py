@@ -128,7 +128,7 @@ def check_rule(rule: RuleSpec) -> None:
         hint = " (LBFGS needs a closure)" if rule.name == "LBFGS" else ""
         if rule.name == "SparseAdam":
             raise RuleError(f"there is no rule 'SparseAdam': servers take no sparse gradients yet; {SPARSE_REMEDY}")
-        raise RuleError(f"there is no rule {rule.name!r}{hint}; there are: {', '.join(OPTIONS)}")
+        raise RuleError(f"there is no rule {rule.name!r}{hint}; choose from: {', '.join(OPTIONS)}")
     for key, value in rule.options.items():
         if key not in OPTIONS[rule.name]:
             known = ", ".join(OPTIONS[rule.name]) or "none"
@@ -175,7 +175,7 @@ def parse_outer(text: str) -> Rule:
     there_are = [known for known in OPTIONS if known not in PLAIN]
     if name not in there_are:
         raise ConfigError(
-            f"--outer {_short(text)}: there is no optimizer {name!r}; there are: {', '.join(there_are)}"
+            f"--outer {_short(text)}: there is no optimizer {name!r}; choose from: {', '.join(there_are)}"
         )
     try:
         rule = Rule(name, **_options(text, inside))

@@ -53,7 +53,7 @@ def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
         known = said if said or "workers" not in given or most else -1
         if known not in (0, count) or count < least or (most and count > most):
             workers = f"{least}:{most}" if most and not said else f"{said}"
-            raise ConfigError(f"-w {workers} and -H {given['hosts']} ({counted(count, 'worker')}) exclude each other")
+            raise ConfigError(f"-w {workers} and -H {given['hosts']} ({counted(count, 'worker')}) cannot be combined")
         settled["workers"] = count
     elif not said and (least or most):
         there = configuration.num_gpus() or configuration.num_cores()

@@ -396,7 +396,7 @@ class Launcher:
             elif life.missing_since is None:
                 life.missing_since = now
             elif now - life.missing_since > FENCED_SECONDS:
-                self._say(f"{name} was evicted {FENCED_SECONDS:g} s ago and has not ended; it is ended now")
+                self._say(f"{name} was evicted {FENCED_SECONDS:g} s ago and has not ended; the launcher ends it now")
                 life.missing_since, life.is_ended_here = now, True
                 life.process.signal(signal.SIGKILL)
 

@@ -71,7 +71,7 @@ class OwnServer:
 
         has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
         if not torch.distributed.is_available() or not has[config.sums]():
-            raise ConfigError(f"--sums {config.sums}: this torch ({torch.__version__}) has none; say --sums ours")
+            raise ConfigError(f"--sums {config.sums}: this torch ({torch.__version__}) has none; use --sums ours")
         if config.sums != "nccl":
             return None
         place = local_place(config, partner_of(self._name) if self._name else "", self._host)

@@ -56,7 +56,7 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     given = settle_saving(settle_replicas(given, config, server_hosts(config)))
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
-        raise ConfigError("--transport shm and several hosts (-H) exclude each other; use auto or tcp")
+        raise ConfigError("--transport shm and several hosts (-H) cannot be combined; use auto or tcp")
     check_process_group_hosts(config, server_hosts(config))
     if not config.hosts:
         check_process_group_gpus(config, max(config.workers, config.most_workers), configuration.num_gpus())
@@ -85,14 +85,14 @@ def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence
     if config.is_ring:
         return {**given, **ring_settings(config)}
     if config.ack not in ("", "memory", "replicated"):
-        raise ConfigError(f"ack = {config.ack!r}: there are memory, replicated")
+        raise ConfigError(f"ack = {config.ack!r}: must be one of memory, replicated")
     replicas = config.replicas or {"memory": 1, "replicated": 2}.get(config.ack, 2 if len(set(hosts)) > 1 else 1)
     if replicas == 2 and len(hosts) < 2:
         said = "--ack replicated" if not config.replicas else "--replicas 2"
-        raise ConfigError(f"{said} needs two servers or more; this job has {len(hosts)}: say -s 2")
+        raise ConfigError(f"{said} needs two servers or more; this job has {len(hosts)}: use -s 2")
     ack = "replicated" if replicas == 2 else "memory"
     if config.ack and config.ack != ack:
-        raise ConfigError(f"--ack {config.ack} and --replicas {replicas} exclude each other; say --ack {ack}")
+        raise ConfigError(f"--ack {config.ack} and --replicas {replicas} cannot be combined; use --ack {ack}")
     return {**given, "replicas": replicas, "ack": ack}
 
 
@@ -204,7 +204,8 @@ def _address_towards(hosts: list[tuple[str, int]]) -> str:
         except OSError:
             continue
     raise ConfigError(
-        f"which address of this host do {', '.join(host for host, _ in hosts)} reach? say it with --bind ADDRESS"
+        f"cannot tell which address of this host {', '.join(host for host, _ in hosts)} can reach; give it with "
+        "--bind ADDRESS"
     )
 
 

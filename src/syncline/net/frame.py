@@ -80,7 +80,9 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     if magic != MAGIC:
         raise FrameError(f"not a frame of ours: it begins with {bytes(magic)!r}")
     if version != PROTOCOL:
-        raise VersionError(f"protocol {version} spoken to protocol {PROTOCOL}; use one version of syncline")
+        raise VersionError(
+            f"the other side speaks protocol {version}, this one {PROTOCOL}; use one version of syncline"
+        )
     if flags & ~(ANSWER | ATTACHED | MORE) or (flags & MORE and not flags & ANSWER):
         raise FrameError(f"unknown flags {flags:#x}")
     if kind >= len(MESSAGES):

@@ -276,7 +276,7 @@ def _why_not(error: Exception) -> str:
     """The reason: refused by us, or ended by the peer, for example a killed member."""
     if isinstance(error, ConnectionLost):
         return f"ended: {error}"
-    if isinstance(error, ConnectionError):
+    if isinstance(error, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return "ended: the other side is gone"
     return f"was refused: {type(error).__name__}: {error}"
 

@@ -110,9 +110,9 @@ class Commits:
         if roll is None:
             return
         if self.rounds.decides:
-            raise ProtocolError(f"{peer} says who is in a round, to the server that decides that")
+            raise ProtocolError(f"{peer} announces a round's members to the server that decides them")
         if (peer.name, peer.incarnation, message.clock) not in (*roll.members, *roll.late):
-            raise ProtocolError(f"{peer} says who is in a round that it was neither in nor late by")
+            raise ProtocolError(f"{peer} announces a round's members, and was neither in that round nor late for it")
         self.rounds.learn(roll)
 
     def learn_held(self) -> None:

@@ -191,7 +191,7 @@ class Hosting:
             return
         replica_set, member = self.replica_sets.get(number), self._members.get(peer.name)
         if replica_set is not None and replica_set.primary != peer.name:
-            raise FencedError(f"{peer} is not the primary of slice {number}; {replica_set.primary or 'nobody'} is")
+            raise FencedError(f"{peer} is not the primary of slice {number}; {replica_set.primary or 'no server'} is")
         if number in self.slices:
             raise FencedError(f"{self.name} itself is the primary of slice {number}")
         if member is not None and member.incarnation > peer.incarnation > 0:

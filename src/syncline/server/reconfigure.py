@@ -139,7 +139,7 @@ class ServerReconfiguration:
 
     def _check_current(self, hold: _Hold) -> None:
         if self._hold is not hold:
-            raise ProtocolError(f"generation {hold.message.generation} is not prepared any more: another one is")
+            raise ProtocolError(f"generation {hold.message.generation} was superseded by another one")
 
     def _wait_idle(self, hold: _Hold) -> None:
         """Waits until all updates in flight are applied, here and from other primaries."""
@@ -204,7 +204,7 @@ class ServerReconfiguration:
             else:
                 hold = self._hold
                 if hold is None or hold.message.generation != message.generation or not hold.is_answered:
-                    raise ProtocolError(f"generation {message.generation} is not prepared any more")
+                    raise ProtocolError(f"generation {message.generation} was superseded")
                 hold.is_installing = True
                 through = Latch()
         faults.reach("install.begun")

@@ -69,7 +69,7 @@ class Weights:
     def __init__(self, chosen: Chosen, names: Collection[str] | None = None, weights: str = PARAMETERS) -> None:
         """`names`: only these; `weights`: the parameters, or their average if there is one."""
         if weights not in (PARAMETERS, AVERAGE):
-            raise ConfigError(f"weights = {weights!r}: there are {PARAMETERS!r} and {AVERAGE!r}")
+            raise ConfigError(f"weights = {weights!r}: must be one of {PARAMETERS!r} and {AVERAGE!r}")
         self.chosen = chosen
         self._own = own_names(chosen.manifest)
         if names is not None and (unknown := set(names) - set(self._own.values())):

@@ -124,7 +124,7 @@ def tensors(batch: Any) -> Any:
         for name, values in named.items():
             if values.dtype.kind in "mMV":
                 raise DataError(
-                    f"DataLoader: '{name}' is {values.dtype}, of which torch has no tensors; leave it out with "
+                    f"DataLoader: '{name}' is {values.dtype}, which cannot become a tensor; leave it out with "
                     "columns=, make it a number with syncline.data.mapped, or give a collate_fn"
                 ) from error
         raise

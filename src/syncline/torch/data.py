@@ -94,7 +94,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._global, self._own_part = global_batch_size, 0  # this worker's part of it, in a loop
         _check(batch_size, sampler, batch_sampler, num_workers, in_order)
         if batch not in ("", "auto"):
-            raise ConfigError(f'DataLoader: batch = {batch!r}: there is "auto"; the size is batch_size')
+            raise ConfigError(f'DataLoader: batch = {batch!r}: must be "auto"; the size is batch_size')
         if not (split is None or isinstance(split, bool)):
             raise ConfigError(f"DataLoader: split = {split!r}: give None, True or False")
         self._job, self._shuffle = job, bool(shuffle)

@@ -130,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
             raise ConfigError(f"clip_norm = {clip_norm}: it must be more than 0")
         if buffers not in ("chief", "mean"):
-            raise ConfigError(f"buffers = {buffers!r}: there are chief, mean")
+            raise ConfigError(f"buffers = {buffers!r}: must be one of chief, mean")
 
     def _share_state(self) -> None:
         """Wrapper and wrapped optimizer share groups and state."""
@@ -197,8 +197,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._sides is not None:
             if self._overlap and self._model is not None:
                 self._job.notice(
-                    "new parameters come while the script goes on, and are awaited where modules read them; who "
-                    "reads them elsewhere (in a list kept from before) calls wait() first, or gives overlap=False"
+                    "parameters arrive in the background, and each module waits for its own; if you read parameters "
+                    "elsewhere, for example from a list, call wait() first, or pass overlap=False"
                 )
             return DeviceReceiver(
                 exchange,

@@ -21,7 +21,7 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
     there_are = ", ".join(name for name in OPTIONS if name not in PLAIN)
     why = " needs a closure" if kind.__name__ == "LBFGS" else " has no rule on the servers"
     raise RuleError(
-        f"{kind.__module__}.{kind.__name__}{why}; there are: {there_are}. "
+        f"{kind.__module__}.{kind.__name__}{why}; choose from: {there_are}. "
         "With --sync-every H, or init(sync_every=H), any optimizer works: it runs on the worker"
     )
 

@@ -259,7 +259,7 @@ class KeyValue:
         for name in wanted:
             if name not in self.layout.where:
                 known = ", ".join(list(self.layout.where)[:8])
-                raise LayoutError(f"no parameter is named {name!r}; there are: {known or 'none yet'}")
+                raise LayoutError(f"no parameter is named {name!r}; choose from: {known or 'none yet'}")
         return wanted
 
     def _push_plan(self, grads: Mapping[str, Array]) -> PushPlan:

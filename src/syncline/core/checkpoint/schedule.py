@@ -51,13 +51,13 @@ def check_words(config: JobConfig) -> None:
     if config.save_every:
         interval("--save-every", config.save_every)
     if config.fresh and config.resume:
-        raise ConfigError("--fresh and --resume exclude each other: one starts over, the other from a checkpoint")
+        raise ConfigError("--fresh and --resume cannot be combined: one starts over, the other from a checkpoint")
     for name in ("save_every", "fresh", "checkpoint_mirror", "best"):
         if getattr(config, name) and not config.checkpoint:
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} needs to know where to save: say --checkpoint DIR too")
+            raise ConfigError(f"--{flag} needs to know where to save: use --checkpoint DIR too")
     if config.average and not config.best:
-        raise ConfigError("--average needs to know what is better: say --best METRIC too, e.g. --best accuracy")
+        raise ConfigError("--average needs to know what is better: use --best METRIC too, e.g. --best accuracy")
 
 
 #: Whatever was asked for: one that turns out to be damaged has one before it.

@@ -126,7 +126,7 @@ def parse(header: bytes, file_bytes: int, what: str) -> list[Entry]:
             raise StoreError(f"{what} has {len(told)} tensors; at most {MAX_TENSORS}")
         tensors = msgspec.convert(told, dict[str, _Told])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{what} is damaged: its header is none ({error})") from error
+        raise DamagedError(f"{what} is damaged: its header cannot be read ({error})") from error
     entries = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _OURS:

@@ -68,7 +68,7 @@ def parse_codec(setting: str, text: str, load: Load | None) -> Codec | None:
         return TopK(share)
     if not is_named(text):
         raise ConfigError(
-            f"{setting} {_short(text)}: there are {', '.join(_PLAIN)}, topk:R (e.g. topk:0.01), none, or one of "
+            f"{setting} {_short(text)}: must be one of {', '.join(_PLAIN)}, topk:R (e.g. topk:0.01), none, or one of "
             "your own as package.module:name"
         )
     if load is None:

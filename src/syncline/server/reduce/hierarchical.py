@@ -281,7 +281,7 @@ class HierarchicalReducer:
             is_on = turn is not None and turn.number == message.round and (turn.work is not None or not message.again)
             if not is_over and not is_on:
                 if key not in self._kept and len(self._kept) >= self._most_kept:
-                    raise ProtocolError(f"{request.peer} gives sums of rounds that nobody knows")
+                    raise ProtocolError(f"{request.peer} gives sums of unknown rounds")
                 self._kept[key] = request
                 return
         if is_over or turn is None:
@@ -384,7 +384,7 @@ class HierarchicalReducers:
             is_early = generation > self._generation
             if is_early:
                 if len(self._early) >= _MOST_AHEAD * (1 + self._hosting.num_slices) * len(self._hosting.servers()):
-                    raise ProtocolError(f"{request.peer} gives sums of generations that nobody knows")
+                    raise ProtocolError(f"{request.peer} gives sums of unknown generations")
                 self._early.append((generation, request))
         if is_early:
             return

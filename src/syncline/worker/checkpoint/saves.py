@@ -363,8 +363,8 @@ class ScriptCheckpoints:
         if not answer.name and not self._has_told:
             self._has_told = True
             self._say(
-                "job.save() was called by some workers only, and others wait in their step for this one: the save is "
-                "made with the next step, and nobody waits for it; call it in all workers at the same step"
+                "job.save() was called by some workers only, while others wait for this one in their step; the job "
+                "is saved with the next step; call job.save() in all workers at the same step"
             )
         return answer.name
 

@@ -82,7 +82,9 @@ class World:
         live = {member.incarnation for member in self.roster.members}
         gone = [member.name for member in group.members if member.incarnation not in live]
         if gone:
-            raise CollectiveError(f"{listed(gone)} of this group is gone; make a new group of those who are there")
+            raise CollectiveError(
+                f"{listed(gone)} of this group is gone; make a new group of the workers that are left"
+            )
         return list(group.members), 0
 
     def root(self, rank: int, group: Sequence[int], what: str) -> int:
@@ -92,7 +94,7 @@ class World:
             raise CollectiveError(f"{what}: there is no rank {rank}, the job has {len(workers)} workers")
         found = workers[rank]
         if found.incarnation not in group:
-            raise CollectiveError(f"{what}: rank {rank}, {found.name}, is not among those who take part")
+            raise CollectiveError(f"{what}: rank {rank}, {found.name}, is not in this group")
         return found.incarnation
 
 
