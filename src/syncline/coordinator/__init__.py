@@ -15,5 +15,8 @@
 # scaling.py            how many members there are, and workers that are slowed or paused by hand
 # members.py            joining, the start of the job, coming back, leaving, eviction
 # status.py             heartbeats, reports, job stats, status, who waits for whom, the profile
-# ending.py             the watch over silent and stuck members; the outcome that all are told
+# ending.py             JobWatch finds dead, stuck and unreachable members; JobEnding tells all members the outcome
 # service.py            Coordinator: builds the parts, passes messages to them, closes them
+#
+# A death comes in through members.py (a report or a closed connection) or ending.py (silence), and always ends in
+# `MemberService.evict`. From there on it is the work of reconfigure.py.

@@ -1,4 +1,8 @@
-"""How a member or the whole job comes to its end: the periodic checks, and the outcome that all are told."""
+"""Ends of members and of the job.
+
+`JobWatch` finds members that are dead, stuck or unreachable, and evicts them. `JobEnding` tells all members the
+outcome.
+"""
 
 from __future__ import annotations
 

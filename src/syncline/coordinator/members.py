@@ -150,7 +150,11 @@ class MemberService:
         request.reply(Done())
 
     def evict(self, name: str, reason: str) -> None:
-        """Removes a member that is dead, or counts as dead; in a ring also its partner in the same process."""
+        """Removes a member that is dead, or counts as dead; in a ring also its partner in the same process.
+
+        Every death comes here. If a server died, `Membership.evict` promotes its backups on paper; the
+        reconfiguration thread then installs that on the servers.
+        """
         membership = self._job.membership
         with self._job.lock:
             member = membership.state.members.get(name)

@@ -1,1 +1,28 @@
-"""Pure: no I/O, threads, clock or environment. Events in, actions out."""
+"""Pure: no I/O, threads, clock or environment. Events in, actions out.
+
+Layout, in reading order:
+
+members            a member, its address, and the standing of a worker in the rounds
+layout, registry   parameters cut into segments and slices; registrations, compared with the chief's
+rule               how a parameter is updated, by name and numbers
+policy             `--policy`: parsed, and what the other files ask of it
+rounds             at each server: which commits are applied together, when, and for whom a round waits
+slice_state        what goes with a slice besides its bytes: version, clocks, fences
+replica_sets       the primary and the backups of each slice; promotion after a death; where slices move to
+membership         at the coordinator: the members of the job, and all state that survives a crash; barriers
+liveness           when a member counts as dead; whom a waiting job waits for
+reconfigure        the next generation: what servers are told, and what follows from their answers
+ring               what a ring needs besides: derived settings, votes, which server makes which sum
+leasing/           which worker reads which samples
+checkpoint/        checkpoints, without their bytes
+codecs/            how numbers travel in fewer bytes
+metrics            reports merged into readings
+conditions         `--stop` and similar expressions, parsed
+stopping           stop rules, evaluated
+validation         validations of all workers together
+collectives        which bytes go from which rank to which, and what ranks must agree on
+sizing, cores      how many workers pay off; which cores a member gets
+settings, units    all small languages checked at once; numbers as text
+repeats            log lines that would come by the thousand
+wire/              the messages
+"""

@@ -119,7 +119,10 @@ class Liveness:
             member.suspected, member.reason = now, reason
 
     def gone(self, name: str, now: float, reason: str) -> None:
-        """Its process is known to have ended: dead at once, for good."""
+        """Its process is known to have ended: dead at once, for good.
+
+        The simulator calls this. The coordinator evicts such a member directly (`MemberService.died`).
+        """
         self._wake(now)
         member = self.members.get(name)
         if member is not None and member.gone is None:

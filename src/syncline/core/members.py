@@ -36,7 +36,7 @@ class Standing(msgspec.Struct, array_like=True):
     name: str
     incarnation: int
     clock: int = 0
-    phase: int = 0  # how often it has rested
+    phase: int = 0  # grows with every rest, loop and barrier, in steps that rounds.LOOP and BARRIER_EPOCH define
     phase_began: int = 0  # its clock when the phase began
     inactive: bool = False
     at_barrier: bool = False  # at a barrier: no round waits for it until its next push, or the next barrier epoch

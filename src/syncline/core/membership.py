@@ -251,7 +251,11 @@ class Membership:
         return member
 
     def evict(self, name: str, reason: str) -> list[int]:
-        """Removes a member that is dead or counts as dead. Returns the slices that no server has any more."""
+        """Removes a member that is dead or counts as dead. Returns the slices that no server has any more.
+
+        If a server died, this decides the promotions: each slice of which it was the primary gets a backup as its new
+        primary. Servers learn of it by the next reconfiguration.
+        """
         member = self._remove(name)
         if member is None:
             return []

@@ -12,7 +12,12 @@ _MOST_DIGITS = 9
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """`sync`, `bounded:K` or `async`; `bound` is K."""
+    """`sync`, `bounded:K` or `async`; `bound` is K.
+
+    `core/rounds.py` decides by it when a round is applied. `spare` greater than 0 also changes the protocol: a round
+    may be closed without a worker, so commits can be late, the server of slice 0 decides for all servers, replies are
+    copies, and a ring is excluded.
+    """
 
     kind: str
     bound: int = 0

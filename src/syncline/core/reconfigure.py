@@ -1,4 +1,9 @@
-"""Reconfiguration: decides the next generation and what servers are told."""
+"""Reconfiguration: decides the next generation and what servers are told.
+
+`coordinator/reconfigure.py` carries it out: `Planner.begin`, journal, Prepare, `Planner.install`, Install,
+`Planner.settle`, journal, `Planner.finish`. A `Reconfiguration` is called `change` there. It *moves* if a server died
+or primaries change: servers then drop open commits, and workers replay them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,10 @@ from syncline.errors import ConfigError
 
 
 class Planner:
-    """Plans one reconfiguration at a time. Deaths and entries come before placement plans."""
+    """Plans one reconfiguration at a time. Deaths and entries come before placement plans.
+
+    Backups of a dead server's slices are promoted before this, by `Membership.evict`.
+    """
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self.state = membership, membership.state
@@ -26,7 +34,7 @@ class Planner:
         self._stretches: dict[str, int] = {}  # phases of the loops that they are in
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
-        self.moves = False  # primaries are about to change: replica sets are not announced now
+        self.moves = False  # a server died, or primaries are about to change: replica sets are not announced now
         self._places: dict[str, tuple[int, int, Entered]] = {}  # entered workers: incarnation, entry, answer
         self._server_is_out = False  # since the current reconfiguration began
         self._said: set[Loss] = set()  # each loss is reported once
@@ -211,8 +219,8 @@ class Planner:
         return change.install(self._membership.ordered()), losses
 
     def settle(self, change: Reconfiguration) -> None:
-        """Every server has installed the generation. Journal afterwards; then release rounds, barriers and
-        entries.
+        """Every server has installed the generation: records which commits of fenced workers count. Journal
+        afterwards; then release rounds, barriers and entries.
         """
         state = self.state
         state.replica_sets_before = {}
@@ -252,7 +260,7 @@ class Loss(NamedTuple):
 
 
 class Reconfiguration:
-    """One step from a generation to the next."""
+    """One step from a generation to the next: collects the servers' answers to Prepare, and makes the Install."""
 
     def __init__(
         self,

@@ -1,4 +1,9 @@
-"""Rounds: which commits are applied together, when, and which workers a round waits for."""
+"""Rounds: which commits are applied together, when, and which workers a round waits for.
+
+A round's *turn* is its phase and its number within the phase; rounds are applied in the order of turns.
+`Rounds.commit` takes a commit, `Rounds._whole_rounds` decides which rounds are complete. With spare workers a closed
+round has a `RoundMembership`; variables and fields call it `roll`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,12 @@ class Commit(NamedTuple, Generic[T]):
 
 
 class Verdict(NamedTuple, Generic[T]):
-    """The result of an event: the rounds to apply now, in order, and the reason."""
+    """The result of an event: the rounds to apply now, in order, and the reason.
+
+    `new`: the event counts; its round is in `apply`, or still waits for workers. `open`: a commit was repeated while
+    its round waits. `already applied`: a commit was repeated after its round. `late`: with spare workers, the round
+    was closed without the commit; the first time `apply` holds that commit alone, so that its clock advances.
+    """
 
     kind: Literal["new", "open", "already applied", "late"]
     apply: tuple[tuple[Commit[T], ...], ...]
@@ -44,14 +54,18 @@ Entry = tuple[str, int, int]
 
 
 class RoundMembership(msgspec.Struct, frozen=True, array_like=True):
-    """The membership of a closed round: its turn, the commits in it, and those that were late for it."""
+    """The membership of a closed round, with spare workers: its turn, its commits, and the commits that were late.
+
+    The server of slice 0 makes it when it closes the round; workers carry it to the other servers. Variables
+    and fields call it `roll`.
+    """
 
     phase: int
     number: int  # within the phase
     members: list[Entry]
     late: list[Entry] = []
-    # Members that had registered fewer segments than others, and how many: they have sent nothing to the servers of
-    # newer segments.
+    # Members that had registered fewer segments than others, and how many. They have sent nothing to servers that
+    # host only newer segments, so those servers do not wait for them.
     told_less: list[tuple[str, int]] = []
     # The round before, if no member is left who could confirm that all servers have it: it must come first
     # everywhere.
@@ -185,7 +199,10 @@ def after_barrier(phase: int) -> int:
 
 
 class Rounds(Generic[T]):
-    """The commits of all workers at one server. Events in, rounds to apply out."""
+    """The commits of all workers at one server. Events in, rounds to apply out.
+
+    `RoundExecutor.hosts_others` sets `decides`, `is_alone` and `first_segment` when the slices of the server change.
+    """
 
     def __init__(self, policy: Policy, workers: Iterable[tuple[str, int]]) -> None:
         self.policy = policy
@@ -217,7 +234,7 @@ class Rounds(Generic[T]):
     ) -> Verdict[T]:
         """A worker commits. A clock at or below its own is answered `already applied`; a gap is refused.
 
-        Repeated while its round is open, the commit is replaced and answered with the round.
+        If the commit is repeated while its round is open, the new one replaces it and is answered with the round.
 
         `back_at`: its position if this ends its rest, the same on every server (the highest `slowest()` of any);
         None: level with the slowest one here.
@@ -255,7 +272,7 @@ class Rounds(Generic[T]):
         standing.phase, standing.phase_began = turn[0], commit.clock - turn[1]
         return Verdict("late", ((commit,),), lambda: f"{self.policy}: the round was closed without {commit.worker}")
 
-    # -- rolls --------------------------------------------------------------------------------------------
+    # -- round memberships --------------------------------------------------------------------------------
 
     def learn(self, roll: RoundMembership) -> None:
         """Another server has closed a round."""
@@ -342,6 +359,7 @@ class Rounds(Generic[T]):
         return max(phase, standing.phase) if is_moved else phase
 
     def _enter_stretch(self, standing: Standing, phase: int, back_at: int | None) -> None:
+        """A worker commits in this phase: ends its rest, and begins the phase if it is new."""
         last_inactive = standing.inactive and not self.policy.spare
         if phase < standing.phase or (phase == standing.phase and last_inactive):
             raise ProtocolError(f"{standing.name} commits in phase {phase}, which it has rested from")
@@ -465,6 +483,11 @@ class Rounds(Generic[T]):
         return max([mine, *clocks])
 
     def _whole_rounds(self) -> tuple[tuple[Commit[T], ...], ...]:
+        """Takes out the rounds that are complete, in order of their turns: this is where the policy `sync` decides.
+
+        A round is complete when no participant is missing, or, with spare workers, no more than `spare`. With spare
+        workers only the server of slice 0 closes rounds; the others apply a round when all of its members are here.
+        """
         whole = []
         while self._open:
             turn = min(self._open)

@@ -12,5 +12,20 @@ replicate         updates on their way to backups (backups, seeding, reliable_se
 reconfigure       from one generation to the next; workers that go (worker_removal)
 ring              votes of a ring (ring_service, ring_copies, encoded_sums), and how it adds up (reduce/)
 snapshot_barrier  one snapshot point on all servers; cow_snapshot, saving and restore: checkpoints
+pool              the threads that apply rounds
+dropped_options   options of workers that do not count in a round: reported once
 state_transfer    `state_dict` and `load_state_dict`; lease_acks, waits: what the coordinator hears
+
+A commit goes through `service.handle`, `Commits._commit`, `core.rounds.Rounds.commit`, `RoundExecutor.enqueue` and
+`run`, `HostedSlice.drain`, `SliceRules.apply`, `RoundExecutor.reply`. Names that recur in these files:
+
+slot              a `HostedSlice`; but `Stage.slot` and `StagedCommit.slot` number the worker's arenas (with a window)
+part              a `core.layout.Slice`: where a slice begins and ends
+work              a `SliceTask`, mostly a `RoundTask`: a decided round that the slices have yet to apply
+flow              the `RoundExecutor`
+item              `Commit.item`: the `StagedCommit` of a commit that the core has ordered
+home              the `SliceStorage` of a slice
+roll              a `RoundMembership` (spare workers only)
+departures        the `WorkerRemoval`
+holding           the `AdmissionQueue`: commits that wait for the next generation
 """

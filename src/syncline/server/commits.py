@@ -100,7 +100,7 @@ class Commits:
         self.num_commits = self.num_late = 0
 
     def learn(self, roll: RoundMembership) -> None:
-        """With spare workers: the server of slice 0 has closed a round."""
+        """With spare workers: the server of slice 0 has closed a round; `roll` is its membership."""
         with self.state_lock:
             self.rounds.learn(roll)
 
@@ -184,6 +184,11 @@ class Commits:
         self._commit(request, message)
 
     def _commit(self, request: Request, message: Stage | CommitStaged) -> None:
+        """Passes a commit to the core, and the rounds that it completes to the executor.
+
+        During a reconfiguration the commit is held, and comes here again afterwards. The request is answered when its
+        round is applied (`RoundExecutor.release`); a repeated commit may be answered at once.
+        """
         peer, clock = request.peer, message.clock
         with self.state_lock:
             if self.holding.is_on:

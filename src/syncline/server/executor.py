@@ -28,6 +28,7 @@ from syncline.server.tasks import (
     leading,
 )
 
+#: A commit that is decided and not answered yet.
 Held = Commit[StagedCommit]
 _NO_CLOCKS: dict[str, int] = {}
 
@@ -91,7 +92,9 @@ class RoundExecutor:
         return self._in_order
 
     def hosts_others(self, leaving: Iterable[int] = ()) -> None:
-        """Under `state_lock`: the hosted slices have changed. Slices in `leaving` take no more updates."""
+        """Under `state_lock`: the hosted slices or the number of servers have changed. Slices in `leaving` take no
+        more updates. With spare workers, the server of slice 0 closes the rounds from now on.
+        """
         self._leaving, self._in_order = frozenset(leaving), None
         self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
         self._rounds.first_segment = min((slot.part.segment for slot in self._slices.values()), default=0)
@@ -146,6 +149,9 @@ class RoundExecutor:
         return [work]
 
     def run(self, works: Iterable[SliceTask]) -> None:
+        """Not under `state_lock`: starts tasks that `enqueue` or `fence` has queued. First the sum of a ring or the
+        norm for clipping, if one is needed.
+        """
         for work in works:
             if isinstance(work, RoundTask) and work.is_summed:
                 assert self._ring is not None
@@ -289,6 +295,7 @@ class RoundExecutor:
             self.reply(commit)
 
     def reply(self, commit: Held) -> None:
+        """Answers a commit and its repetitions: with versions, or with the bytes of slices not sent yet."""
         with self.state_lock:
             roll = self._rounds.roll_to_tell(*key_of(commit))
         for item in commit.item.sayings():

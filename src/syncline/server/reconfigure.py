@@ -89,6 +89,7 @@ class ServerReconfiguration:
         in_thread("prepare", request, lambda: self._prepare(request, message))
 
     def _prepare(self, request: Request, message: Prepare) -> None:
+        """Holds further commits, fences removed workers and servers, finishes what is being applied, and reports."""
         with self._state_lock:
             self._check_newer(message)
             before, hold = self._hold, _Hold(message)
@@ -197,6 +198,7 @@ class ServerReconfiguration:
         in_thread("install", request, lambda: self._install(request, message))
 
     def _install(self, request: Request, message: Install) -> None:
+        """Activates a prepared generation: `_move` if a server died or primaries change, else `_change`."""
         with self._state_lock:
             if message.generation == self.installed:
                 through = self._through  # repeated

@@ -129,6 +129,7 @@ class HostedSlice:
         return bool(self.queue) and self.queue[0].waits_for_votes
 
     def _apply_alone(self, work: SliceTask) -> SliceTask:
+        """Under the lock, without backups: sums the gradients of a round and applies the rule."""
         try:
             with self.home.at_work():
                 commits = self._admitted(work)
@@ -138,6 +139,7 @@ class HostedSlice:
         return work
 
     def _drain_with_backups(self) -> list[SliceTask]:
+        """Sends one update after the other to the backups. Each is applied here when all backups have it."""
         done: list[SliceTask] = []
         while True:
             with self.lock:
@@ -255,6 +257,7 @@ class HostedSlice:
         gradients: Sequence[torch.Tensor | None],
         scale: float,
     ) -> None:
+        """Under the lock: applies a round's gradients here, and counts what they were."""
         began = time.perf_counter()
         if any(gradient is not None for gradient in gradients):
             for commit in commits:

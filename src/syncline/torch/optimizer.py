@@ -289,6 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _push(self, weight: float, scale: torch.Tensor | None, overflow: bool) -> None:
+        """Collects gradients into the arena and commits them. On a CPU, returns with the new parameters."""
         pushed: Ranges = ()
         clip = self._clip_norm
         self._job.exchange.times.lap("compute")

@@ -151,7 +151,9 @@ class CommitFlow:
         return found
 
     def give_up(self) -> None:
-        """Returns when nothing more is sent for this commit. It is replayed later."""
+        """Stops this attempt, because servers have changed; returns when nothing more is sent. A replay makes another
+        flow for the same commit.
+        """
         with self._lock:
             self._is_given_up = True
         while self._following:
@@ -167,6 +169,7 @@ class CommitFlow:
         return answers
 
     def _staged(self) -> None:
+        """Every server has the bytes: commits, or waits for the commit of the clock before."""
         self._answers()
         if faults.armed is not None:
             faults.reach("commit.staged")
@@ -221,6 +224,7 @@ class CommitFlow:
         self._is_deciding = False
 
     def _answered(self) -> None:
+        """Every server has answered the commit: ends it, or sends the norm that clipping needs."""
         answers = self._answers()
         shares = [answer.squared_norm for answer in answers if isinstance(answer, AskClip)]
         if shares:

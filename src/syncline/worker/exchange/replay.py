@@ -42,7 +42,7 @@ class Replay:
     ) -> None:
         """`ask` asks the coordinator once. `check` raises the job's outcome for this worker, if there is one.
 
-        `give_up` abandons everything in flight; `replay_open` sends it to the new primaries.
+        `give_up` stops what is in flight; `replay_open` sends the open commits to the new primaries.
         """
         self._routes, self._rosters, self._stamp = routes, rosters, stamp
         self._ask, self._check, self._fenced = ask, check, fenced
@@ -88,7 +88,9 @@ class Replay:
                 raise
 
     def recover(self, error: SynclineError, generation: int, until: float) -> None:
-        """A request of this generation failed: recovers, or raises WaitTimeout."""
+        """A request of this generation failed: waits for a newer roster, or for the same server to come back, and
+        replays all open commits. Raises WaitTimeout after `until`.
+        """
         self._is_broken = True
         moment = _MOMENT
         while True:

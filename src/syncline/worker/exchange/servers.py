@@ -125,6 +125,9 @@ class ServersExchange:
             self._handlers.fenced(error)
 
     def _give_up(self) -> None:
+        """Servers have changed: nothing more is sent or received under the old roster. Open commits are kept for the
+        replay.
+        """
         for ticket in self._open:
             ticket.give_up()
         for action in self._before_commit:
@@ -231,6 +234,7 @@ class ServersExchange:
         return ticket
 
     def _commit(self, push: Push, target: Target | None, acks: list[LeaseAck]) -> ServersTicket:
+        """Sends the commit. With several servers, returns when all have staged it and are told to commit it."""
         before = self._open[-1] if self._open else None
         self._open.append(ticket := self._draft(push, target))
         ticket.acks = acks
