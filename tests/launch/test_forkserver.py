@@ -212,7 +212,8 @@ class Loading:
 def test_a_signal_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it loads torch, the launcher's one thread waits in `fork`: Ctrl-C was heard up to a minute later."""
     monkeypatch.setattr(forkserver.subprocess, "Popen", Loading)
-    made = ForkServer()
+    told: list[str] = []
+    made = ForkServer(told.append)
     made.start()
     timer = threading.Timer(0.1, made.interrupt)
     timer.start()
@@ -222,6 +223,20 @@ def test_a_signal_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.join()
     made.interrupt()  # again, and after its end: nothing
     made.close()
+    assert not told, "the user knows why"
+
+
+def test_a_job_says_why_its_members_start_in_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of silence, and then members that start slowly, looked like a launcher that hangs."""
+    monkeypatch.setattr(forkserver.subprocess, "Popen", Loading)
+    monkeypatch.setattr(forkserver, "ANSWER_SECONDS", 0.1)
+    told: list[str] = []
+    made = ForkServer(told.append)
+    made.start()
+    assert made.fork("worker-0", {}) is None and made.fork("worker-1", {}) is None
+    made.close()
+    (line,) = told
+    assert "has not answered within 0.1 s" in line
 
 
 def test_too_many_open_files_are_for_the_plain_way_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO
 
 import msgspec
@@ -82,7 +82,9 @@ class ForkedProcess:
 class ForkServer:
     """The launcher's side. `fork()` returns None wherever a member has to be started in the plain way."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """`say`: is told when members start in the plain way from now on, and why."""
+        self._say, self._is_interrupted = say, False
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -122,24 +124,31 @@ class ForkServer:
                 request = msgspec.json.encode(Fork(name, dict(environment)))
                 socket.send_fds(self._control, [request], [stdin, stdout])
                 pid = msgspec.json.decode(self._control.recv(1 << 10), type=Forked).pid
-        except (OSError, msgspec.DecodeError):
-            self.close()
+        except (OSError, msgspec.DecodeError) as error:
+            is_silent = isinstance(error, TimeoutError)
+            self._give_up(f"has not answered within {ANSWER_SECONDS:g} s" if is_silent else "has ended")
         finally:
             os.close(stdin)
             os.close(stdout)
         if pid and _is_own_child(pid):
             return ForkedProcess(pid, open(own_stdin, "wb"), open(own_stdout, "rb"))
-        self.close()
+        self._give_up("could not start a member")
         os.close(own_stdin)  # if there is a process, it ends with this
         os.close(own_stdout)
         return None
 
     def interrupt(self) -> None:
         """Ends a wait in `fork`, which returns None then, and later ones. A signal handler may call it."""
-        control = self._control
+        control, self._is_interrupted = self._control, True
         if control is not None:
             with contextlib.suppress(OSError):
                 control.shutdown(socket.SHUT_RDWR)
+
+    def _give_up(self, why: str) -> None:
+        is_news = self._control is not None and not self._is_interrupted
+        self.close()
+        if is_news:
+            self._say(f"the process that loads torch for all members {why}; from now on each member loads it itself")
 
     def close(self) -> None:
         """Ends the process; members that it has forked live on."""
