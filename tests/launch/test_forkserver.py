@@ -259,6 +259,26 @@ def test_too_many_open_files_are_for_the_plain_way_to_tell(monkeypatch: pytest.M
     made.close()
 
 
+def test_a_signal_handler_may_signal_a_member_that_is_being_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second Ctrl-C kills all, in the thread that may be about to note how one ended: it waited for itself."""
+    with open(os.devnull, "r+b") as nothing:
+        process = forkserver.ForkedProcess(1 << 30, nothing, nothing)
+
+    def interrupted(pid: int, options: int) -> tuple[int, int]:
+        process.send_signal(signal.SIGKILL)
+        return pid, signal.SIGTERM
+
+    def gone(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(forkserver.os, "waitpid", interrupted)
+    monkeypatch.setattr(forkserver.os, "kill", gone)
+    thread = threading.Thread(target=process.poll, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and process.returncode == -signal.SIGTERM
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_several_launchers_of_a_process_adopt_until_the_last_is_done() -> None:
     """The first that was done ended it for the others, whose members were nobody's children then."""

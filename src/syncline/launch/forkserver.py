@@ -55,15 +55,22 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        with self._lock:
-            if self.returncode is None:
-                try:
-                    pid, status = os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:  # collected elsewhere: how it ended is lost
-                    pid, status = self.pid, signal.SIGKILL
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-            return self.returncode
+        # Without waiting: a second Ctrl-C sends signals from a handler, perhaps inside of this very call.
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.returncode is None:
+                    self._collect()
+            finally:
+                self._lock.release()
+        return self.returncode
+
+    def _collect(self) -> None:
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:  # collected elsewhere: how it ended is lost
+            pid, status = self.pid, signal.SIGKILL
+        if pid:
+            self.returncode = os.waitstatus_to_exitcode(status)
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
