@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from syncline.core.checkpoint.schedule import SaveStanding, outdated
+import msgspec
+
+from syncline.core.checkpoint.schedule import Checkpoint, SaveStanding, SaveState, outdated
 
 
 def standings(text: str, lineage: str = "a") -> list[SaveStanding]:
@@ -36,3 +38,11 @@ def test_a_try_that_came_to_no_end_goes_when_a_newer_one_is_sound() -> None:
 def test_other_lineages_are_left_alone() -> None:
     assert outdated(standings("ssssus", "b"), 2, "a", ()) == []
     assert outdated(standings("ssssus", ""), 2, "", ()) == []
+
+
+def test_where_a_job_came_from_is_read_from_older_journals() -> None:
+    """Under the name that they have for it: an unknown one would be dropped, and parameters not restored."""
+    state = SaveState(resumed_from=Checkpoint("root", "folder", "step-7", "digest", 7))
+    written = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+    assert "taken_up" in written and "resumed_from" not in written
+    assert msgspec.convert(written, SaveState).resumed_from == state.resumed_from

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -191,6 +192,108 @@ def is_alive(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+class Loading:
+    """In the place of the fork server's process: it loads torch, and answers nothing meanwhile."""
+
+    def __init__(self, command: list[str], *, pass_fds: list[int], **rest: Any) -> None:
+        self.control: int | None = os.dup(pass_fds[0])
+
+    def kill(self) -> None:
+        if self.control is not None:
+            os.close(self.control)
+        self.control = None
+
+    def wait(self) -> None:
+        return
+
+
+def test_a_signal_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it loads torch, the launcher's one thread waits in `fork`: Ctrl-C was heard up to a minute later."""
+    monkeypatch.setattr(forkserver.subprocess, "Popen", Loading)
+    told: list[str] = []
+    made = ForkServer(told.append)
+    made.start()
+    timer = threading.Timer(0.1, made.interrupt)
+    timer.start()
+    began = time.monotonic()
+    assert made.fork("worker-0", {}) is None
+    assert time.monotonic() - began < forkserver.ANSWER_SECONDS / 2
+    timer.join()
+    made.interrupt()  # again, and after its end: nothing
+    made.close()
+    assert not told, "the user knows why"
+
+
+def test_a_job_says_why_its_members_start_in_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of silence, and then members that start slowly, looked like a launcher that hangs."""
+    monkeypatch.setattr(forkserver.subprocess, "Popen", Loading)
+    monkeypatch.setattr(forkserver, "ANSWER_SECONDS", 0.1)
+    told: list[str] = []
+    made = ForkServer(told.append)
+    made.start()
+    assert made.fork("worker-0", {}) is None and made.fork("worker-1", {}) is None
+    made.close()
+    (line,) = told
+    assert "has not answered within 0.1 s" in line
+
+
+def test_too_many_open_files_are_for_the_plain_way_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the member and the command; here an OSError would end the launcher with a traceback."""
+    monkeypatch.setattr(forkserver.subprocess, "Popen", Loading)
+    made, pipe, pipes = ForkServer(), os.pipe, list[tuple[int, int]]()
+    made.start()
+
+    def second_fails() -> tuple[int, int]:
+        if pipes:
+            raise OSError(24, "Too many open files")
+        pipes.append(pipe())
+        return pipes[0]
+
+    monkeypatch.setattr(forkserver.os, "pipe", second_fails)
+    assert made.fork("worker-0", {}) is None
+    for fd in pipes[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    made.close()
+
+
+def test_a_signal_handler_may_signal_a_member_that_is_being_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second Ctrl-C kills all, in the thread that may be about to note how one ended: it waited for itself."""
+    with open(os.devnull, "r+b") as nothing:
+        process = forkserver.ForkedProcess(1 << 30, nothing, nothing)
+
+    def interrupted(pid: int, options: int) -> tuple[int, int]:
+        process.send_signal(signal.SIGKILL)
+        return pid, signal.SIGTERM
+
+    def gone(pid: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(forkserver.os, "waitpid", interrupted)
+    monkeypatch.setattr(forkserver.os, "kill", gone)
+    thread = threading.Thread(target=process.poll, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive() and process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_several_launchers_of_a_process_adopt_until_the_last_is_done() -> None:
+    """The first that was done ended it for the others, whose members were nobody's children then."""
+    subreaper = forkserver.Subreaper()
+    before = subreaper.is_on()
+    with subreaper.adopting():
+        with subreaper.adopting():
+            assert subreaper.is_on()
+        assert subreaper.is_on()
+    assert subreaper.is_on() == before
+    outer = forkserver.Subreaper()
+    with outer.adopting():  # as a process that asked for it itself
+        with subreaper.adopting():
+            pass
+        assert subreaper.is_on()
 
 
 def test_elsewhere_than_on_linux_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ class Launcher:
         """`save`: has the job saved, where it knows where to."""
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
         self._grow, self._save, self._may_restart = grow, save, max_restarts > 0
+        self._fork_server = fork_server
         self._lives = Lives(screen, folder, lambda plan: start(plan, remote, fork_server), self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, MemberPlan, str]] = {}  # to be started again: when, what, why
@@ -408,6 +409,8 @@ class Launcher:
 
         def handler(number: int, frame: object) -> None:
             self._num_signals += 1
+            if self._fork_server is not None:
+                self._fork_server.interrupt()  # it may be loading torch, and the launcher waiting for that
             if self._signal is not None:
                 self._lives.kill_all()
             self._signal = number

@@ -135,7 +135,11 @@ def run_job(
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         plans = Plans(file, config, script, sock.fileno())
-        fork_server = stack.enter_context(contextlib.closing(ForkServer())) if config.preload else None
+        fork_server = (
+            ForkServer(lambda text: screen.line("launcher", f"syncline: {text}")) if config.preload else None
+        )
+        if fork_server is not None:
+            stack.callback(fork_server.close)
         first = plans.first()
         if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
             fork_server.start()

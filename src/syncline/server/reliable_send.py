@@ -138,7 +138,13 @@ class Partner:
             if endpoint is None:
                 if self._closed.is_set():
                     raise ConnectionLost(f"{self.name} is out")
-                endpoint = self._endpoint = self._dial(self.member)
+                endpoint = self._dial(self.member)
+                with self._lock:
+                    is_out = self._closed.is_set()  # closed during the dial: `close` has not seen this connection
+                    self._endpoint = None if is_out else endpoint
+                if is_out:
+                    endpoint.close()
+                    raise ConnectionLost(f"{self.name} is out")
             return endpoint
 
     def repeat_later(self, item: ReliableSend) -> None:
@@ -170,8 +176,9 @@ class Partner:
                 item.send()
 
     def close(self) -> None:
-        self._closed.set()
-        endpoint, self._endpoint = self._endpoint, None
+        with self._lock:
+            self._closed.set()
+            endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.close()
 

@@ -32,7 +32,8 @@ class SaveState(msgspec.Struct):
     lineage: str = ""  # drawn when a job begins; one that is taken up goes on with it
     token: str = ""  # of this job alone: others of its lineage may save in the same folder
     seconds: float = 0.0  # of training before this coordinator began
-    resumed_from: Checkpoint | None = None
+    # Journals keep the older name: a reader drops unknown ones without a word.
+    resumed_from: Checkpoint | None = msgspec.field(default=None, name="taken_up")
     last: Checkpoint | None = None  # the newest of this job
     num_begun: int = 0  # the number of the last save
     open: int = 0  # of the save that is under way

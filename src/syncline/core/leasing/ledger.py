@@ -84,7 +84,8 @@ class Epoch(msgspec.Struct):
     num_done: int = 0
     num_passed_over: int = 0  # read without a step
     suspect_batches: list[SuspectBatch] = []
-    quarantined: list[SuspectBatch] = []
+    # Checkpoints and journals keep the older name: a reader drops unknown ones without a word.
+    quarantined: list[SuspectBatch] = msgspec.field(default_factory=list, name="aside")
 
     @property
     def num_todo(self) -> int:

@@ -148,7 +148,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 11
+PROTOCOL = 12
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
