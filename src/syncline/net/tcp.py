@@ -178,7 +178,7 @@ class Listener:
         trouble = ""
         while True:
             try:
-                looks.select(repeats.SECONDS if self._refusals.num_hidden else None)
+                looks.select(repeats.SECONDS)
                 if self._closed:
                     return
                 with self._lock:
