@@ -101,7 +101,7 @@ class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
         words = [f"{self.num_saved} saved in {self.folder}"]
         words += [f"the last: {self.last}"] if self.last else []
         words += [f"{self.num_failed} given up, the last one because: {self.failure}"] if self.num_failed else []
-        words += [f"taken up: {self.resumed_from}"] if self.resumed_from else []
+        words += [f"resumed from: {self.resumed_from}"] if self.resumed_from else []
         return "; ".join(words)
 
 

@@ -31,7 +31,7 @@ def job(**values: Any) -> JobStatus:
         "job": "3f2a", "name": "demo", "term": 2, "generation": 7, "policy": "sync", "replicas": 2,
         "ack": "replicated", "protection": "every slice has a backup (process-level only)", "seconds": 61.0,
         "members": [member("server-0", num_primary=3, num_backup=2), member("worker-0", step=1812, lag=1)],
-        "waits": [], "why": "nobody waits for anybody", "events": [],
+        "waits": [], "why": "no member waits for another", "events": [],
     }  # fmt: skip
     return JobStatus(**{**known, **values})
 

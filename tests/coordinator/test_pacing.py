@@ -41,7 +41,7 @@ def test_the_worker_hears_it_and_status_and_why_show_it(jobs: Any, monkeypatch: 
     until(lambda: paces(job["worker-1"])[-1] == (0.0, True), "held")
     assert states(job)["worker-1"] == "paused"
     reason = ask(job, AskWhy()).reason
-    assert re.fullmatch(r"nobody waits for anybody; worker-1 is paused by hand since \d+ s", reason)
+    assert re.fullmatch(r"no member waits for another; worker-1 is paused by hand since \d+ s", reason)
     job["worker-0"].endpoint.call(Barrier("b", 1, 0))
     until(lambda: "barrier" in ask(job, AskWhy()).reason, "waits")
     reason = ask(job, AskWhy()).reason

@@ -78,4 +78,4 @@ def test_a_worker_hears_of_its_own_wait_and_all_hear_of_the_longest() -> None:
     waits = [Wait("worker-1", 3, ["worker-2"], 9.0, "lag"), Wait("worker-0", 812, ["server-1"], 3.0, "server")]
     assert why(waits, KNOWN, who="worker-0", step=812).startswith("step 812 has waited 3.0 s for server-1")
     assert why(waits, KNOWN).startswith("step 3 has waited 9.0 s for worker-2")
-    assert why([ROUND], KNOWN, who="worker-2", step=5) == "nobody waits for anybody"  # they wait for it
+    assert why([ROUND], KNOWN, who="worker-2", step=5) == "no member waits for another"  # they wait for it

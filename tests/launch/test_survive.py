@@ -200,5 +200,5 @@ def test_one_replica_says_what_was_lost(commands: Any) -> None:
     enough(commands)
     result = commands.finish(process)
     assert result.code == 0, result.output
-    assert "if a server dies, its parameters come back from a worker's copy" in result.output
+    assert "if a server dies, its newest updates and optimizer state are lost" in result.output
     assert "revoke" in result.output and " 0 doubled" in result.output

@@ -113,7 +113,7 @@ def test_without_the_coordinators_word_the_servers_are_asked(house: Callable[...
         twin.dial_coordinator = lambda: (_ for _ in ()).throw(OSError("nobody listens"))
         twin.coordinator.endpoints[0].close("killed")
     else:
-        twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("nobody waits for anybody")
+        twin.coordinator.answers[AskWhy] = lambda m: GivenWhy("no member waits for another")
     slow(twin, "server-0", (Stage,), lambda: until(lambda: said(twin)))
     twin.job.kv.push({"a": np.ones(32)}).wait()
     found = said(twin)[0]

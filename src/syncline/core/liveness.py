@@ -237,7 +237,7 @@ def why(
     mine = [wait for wait in waits if wait.who == who or (not wait.who and who not in wait.for_whom)]
     ranked = sorted(mine if who else waits, key=lambda wait: -wait.seconds)
     if not ranked:
-        return "nobody waits for anybody"
+        return "no member waits for another"
     wait = ranked[0]
     names = sorted(wait.for_whom, key=by_name)
     told = ", ".join(_told(name, known.get(name), wait, stuck_seconds) for name in names[:3])
