@@ -29,6 +29,6 @@ def test_as_many_workers_as_pay(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, said
     reasons = [line for line in said.splitlines() if "samples/s" in line and "one more" in line]
     print("\n".join(reasons))
-    wanted = re.findall(r"from now on there (?:is|are) to be (\d+) worker", said)
+    wanted = re.findall(r"the job scales to (\d+) worker", said)
     assert wanted and wanted[-1] == "2", said
     assert any(re.search(r"3 workers do .*less than the 25% that would pay", line) for line in reasons), said

@@ -57,7 +57,7 @@ class ScaleService:
         live = [name for name in self._job.membership.named(role) if name not in self._job.retiring]
         surplus = live[count:]
         going = f"; {', '.join(surplus)} {'retires' if len(surplus) == 1 else 'retire'}" if surplus else ""
-        self._job.event(f"from now on there {'is' if count == 1 else 'are'} to be {counted(count, role)}{going}")
+        self._job.event(f"the job scales to {counted(count, role)}{going}")
         for name in surplus:
             self._job.retiring.add(name)
             endpoint = self._job.endpoints.get(name)
