@@ -71,7 +71,7 @@ PLAIN = (
         pytest.param(("--policy", "sync"), "worker-1", marks=pytest.mark.proof),
         (("--policy", "sync"), "worker-0"),
         pytest.param(("--policy", "async"), "worker-1", marks=pytest.mark.proof),
-        (("--exchange", "ring"), "worker-1"),
+        pytest.param(("--exchange", "ring"), "worker-1", marks=pytest.mark.proof),
     ],
 )
 def test_steps_of_the_job_are_made_once_with_a_kill(commands: Any, options: tuple[str, ...], victim: str) -> None:
@@ -244,7 +244,7 @@ def test_a_schedule_by_epochs_follows_the_epochs_that_a_second_life_leaves_out(c
     assert all(rate == 0.5**epoch for (_, _, epoch), rate in rates.items()), result.output
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_schedule_by_hand_that_begins_again_leaves(commands: Any) -> None:
     hand = "opt.param_groups[0]['lr'] = 0.8 ** number"
     script = SCHEDULE.replace("SCHED", "pass").replace("HAND", hand).replace("STEP", "pass")

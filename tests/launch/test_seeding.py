@@ -99,9 +99,8 @@ def test_without_a_loader_of_ours_streams_part_with_the_first_step(commands: Any
     assert all(one[k] != two[k] for one, two in zip(ours[1:], theirs[1:], strict=True) for k in range(3))
 
 
-@pytest.mark.parametrize(
-    "saves", [[], pytest.param(["--checkpoint", "saves"], marks=pytest.mark.proof)], ids=["", "saved"]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("saves", [[], ["--checkpoint", "saves"]], ids=["", "saved"])
 def test_a_worker_that_starts_again_does_not_repeat_its_stream(commands: Any, saves: list[str]) -> None:
     """Nor what it drew after the save that its new life begins with."""
     output = run(commands, "run", "-w", "2", *saves, commands.script(GAN), "loader", "dies")

@@ -72,7 +72,7 @@ def redo(worker: Worker, clock: int, value: float) -> Any:
 def test_the_others_are_told_who_is_in_a_round_and_who_was_late(make_house: MakeHouse, threads: int) -> None:
     house = a_house(make_house, threads=threads)
     one, two, three = house.workers.values()
-    with pytest.raises(ProtocolError, match="nobody has said in which round that is"):
+    with pytest.raises(ProtocolError, match="whose round is not known"):
         stage_all(one, 1, 1.0)
         one.commit_staged("server-1", 1).wait(WAIT)
     rolls = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))

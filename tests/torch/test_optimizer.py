@@ -367,7 +367,7 @@ def test_optimizers_without_a_rule_are_refused_with_what_there_is() -> None:
 
     with local_job(workers=1) as jobs:
         for kind in (torch.optim.LBFGS, Mine):
-            with pytest.raises(RuleError, match=r"there are: .*Adam.*--sync-every"):
+            with pytest.raises(RuleError, match=r"choose from: .*Adam.*--sync-every"):
                 DistributedOptimizer(kind(copy.deepcopy(LINEAR).parameters(), lr=0.1), job=jobs[0])
         with pytest.raises(ConfigError, match="optimizer, not str"):
             DistributedOptimizer("SGD", job=jobs[0])  # type: ignore[arg-type]

@@ -137,6 +137,7 @@ GUIDE = re.findall(
 )
 
 
+@pytest.mark.proof  # `make test` runs it with the other pages' scripts
 def test_the_guides_script_runs_alone(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(GUIDE[0])
     command = [sys.executable, "script.py"]

@@ -254,7 +254,7 @@ def test_a_save_that_others_cannot_come_to_is_not_waited_for_and_said_once(house
     for _ in range(2):
         step(job)
         assert job.save() == ""
-    assert sum("made with the next step" in line for line in twin.said) == 1
+    assert sum("saved with the next step" in line for line in twin.said) == 1
 
 
 def test_a_worker_that_is_held_by_hand_stands_at_a_boundary(house, tmp_path):
