@@ -20,6 +20,7 @@ from syncline.errors import ConfigError
 TRANSPORTS = ("auto", "shm", "tcp")
 EXCHANGES = ("servers", "ring")
 SUMS = ("ours", "gloo", "nccl")
+WEIGHTS = ("count", "ignore")
 #: Said at launch or in syncline.toml only: a script cannot know on how many processes it will run.
 LAUNCH_ONLY = frozenset(
     {
@@ -96,7 +97,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     stuck_seconds: float = 600.0  #: others wait for a member that lives and does not advance, then it is evicted
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
-    policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async; these two also ,damped
+    policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async, async:gather=N
+    weights: str = "count"  #: in bounded and async: count: a push is scaled by its weight; ignore: all count the same
+    lr_per_worker: bool = False  #: in sync: each gradient counts by its own worker's learning rate
+    aggregate: str = ""  #: in sync: mean, sum, median, trimmed:0.25, norm-clipped:C, package.module:name
     exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
     sums: str = "ours"  #: in a ring, what adds up gradients: ours; gloo or nccl, through torch.distributed
     trust_network: bool = False  #: gloo and nccl may speak in the clear between hosts, and to anyone
@@ -192,6 +196,8 @@ def _check_values(config: JobConfig) -> None:
         raise ConfigError(f"exchange = {config.exchange!r}: must be one of {', '.join(EXCHANGES)}")
     if config.sums not in SUMS:
         raise ConfigError(f"sums = {config.sums!r}: must be one of {', '.join(SUMS)}")
+    if config.weights not in WEIGHTS:
+        raise ConfigError(f"weights = {config.weights!r}: must be one of {', '.join(WEIGHTS)}")
     if config.replicas > 2 and not config.is_ring:
         raise ConfigError(f"replicas = {config.replicas}: must be at most 2")
     kind, colon, number = config.server_device.partition(":")

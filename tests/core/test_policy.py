@@ -44,7 +44,7 @@ def test_another_policy_lists_what_there_is(text: str) -> None:
         parse_policy(text)
     assert str(caught.value) == (
         f"policy = {text!r}: must be one of sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, "
-        "async,damped"
+        "async,damped, async:gather=N, async:gather=N,damped"
     )
 
 

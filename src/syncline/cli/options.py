@@ -45,7 +45,28 @@ def _options(
         ),
     ] = False,
     policy: Annotated[
-        str | None, typer.Option(help="sync, sync:spare=N, bounded:K[,damped] or async[,damped]. [default: sync]")
+        str | None,
+        typer.Option(
+            help="sync, sync:spare=N, bounded:K[,damped], async[,damped] or async:gather=N[,damped]. [default: sync]"
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="In bounded and async: count (a push is scaled by its number of samples) or ignore. [default: count]"
+        ),
+    ] = None,
+    lr_per_worker: Annotated[
+        bool,
+        typer.Option("--lr-per-worker", help="In sync: each gradient counts by its own worker's learning rate."),
+    ] = False,
+    aggregate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="In sync, how a round's gradients become one: mean, sum, median, trimmed:0.25, norm-clipped:C, "
+            "package.module:name. [default: mean]",
+        ),
     ] = None,
     sync_every: Annotated[
         int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 
@@ -10,7 +11,7 @@ from syncline.coordinator.job import JobContext, when_all
 from syncline.coordinator.restore import ResumeService
 from syncline.core.layout import Segment
 from syncline.core.wire.checkpoints import Resume
-from syncline.core.wire.control import Host, Register, Registered, Uploaded
+from syncline.core.wire.control import AskNominal, GivenNominal, Host, Register, Registered, Uploaded
 from syncline.core.wire.message import Done
 from syncline.errors import ConnectionLost, ProtocolError, StoreError, SynclineError
 from syncline.net.rpc import Call, Request
@@ -75,6 +76,18 @@ class RegistrationService:
             request.reply(answer)
         else:
             self._host(request, segment)
+
+    def nominal_weight(self, request: Request, message: AskNominal) -> None:
+        """Replies with the weight of a push that counts in full: the chief's first one, which is kept."""
+        if not (math.isfinite(message.weight) and message.weight > 0):
+            raise ProtocolError(f"{request.peer} asks for a nominal weight with {message.weight}")
+        with self._job.lock:
+            state = self._job.membership.state
+            if not state.nominal_weight and (message.insists or request.peer.name == self._job.membership.chief):
+                state.nominal_weight = message.weight
+                self._job.keep()
+            answer = GivenNominal(state.nominal_weight)
+        request.reply(answer)
 
     def _wait(self, request: Request) -> None:
         """Under the lock. A repeated request replaces the worker's earlier one."""

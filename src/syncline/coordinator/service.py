@@ -26,6 +26,7 @@ from syncline.core.metrics import Metrics
 from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
 from syncline.core.wire.control import (
     AskLife,
+    AskNominal,
     AskRoster,
     AskStats,
     AskStatus,
@@ -159,6 +160,7 @@ class Coordinator:
             Enter: self.reconfigurer.enter,
             Retire: self.reconfigurer.retire,
             Register: self.registration.register,
+            AskNominal: self.registration.nominal_weight,
             Uploaded: self.registration.uploaded,
             Heartbeat: self.status.heartbeat,
             Report: self.status.report,

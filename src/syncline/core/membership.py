@@ -57,6 +57,7 @@ class JobState(msgspec.Struct, kw_only=True):
     ready: list[int] = []  # segments whose values are on the servers
     wanted: dict[str, int] = {}  # role -> wanted number
     num_scalings: int = 0  # how often that was set
+    nominal_weight: float = 0.0  # of a push that counts in full, in bounded and async; 0: no step was made yet
     phase: int = 0
     passed: dict[str, int] = {}  # barrier -> the last turn that all have passed
     awaited: dict[str, str] = {}  # dead, being restarted: name -> role

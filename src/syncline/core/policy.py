@@ -5,9 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from syncline.config import JobConfig
+from syncline.core.aggregate import Aggregate, aggregate_of
 from syncline.errors import ConfigError
 
-KINDS = "sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, async,damped"
+KINDS = (
+    "sync, sync:spare=N, bounded:K (K = 0, 1, 2, …), bounded:K,damped, async, async,damped, async:gather=N, "
+    "async:gather=N,damped"
+)
 _MOST_DIGITS = 9
 
 
@@ -22,13 +26,18 @@ class Policy(msgspec.Struct, frozen=True):
     kind: str
     bound: int = 0
     spare: int = 0  # sync: a round is complete when all but this many have committed
+    gather: int = 0  # async: a slice applies the weighted mean of so many pushes; 0: every push by itself
     is_damped: bool = False  # async, bounded: a stale gradient counts less
+    weighs: bool = True  # async, bounded: a push counts by its weight
+    lr_per_worker: bool = False  # sync: each gradient counts by its own worker's learning rate
+    aggregate: Aggregate | None = None  # sync: how the gradients of a round become one; None: as registered
     most_rounds: int = 0  # sync: limit for updates of a parameter; 0: none
 
     def __str__(self) -> str:
         if self.kind == "sync":
             return f"sync:spare={self.spare}" if self.spare else "sync"
         name = f"bounded:{self.bound}" if self.kind == "bounded" else self.kind
+        name = f"async:gather={self.gather}" if self.gather else name
         return f"{name},damped" if self.is_damped else name
 
     @property
@@ -60,6 +69,13 @@ def parse_policy(text: str) -> Policy:
         )
     if kind == "sync" and number.startswith("spare="):
         return Policy(kind, spare=_spare(text, number.removeprefix("spare=")))
+    if kind == "async" and number.startswith("gather="):
+        return Policy(kind, gather=_gather(text, number.removeprefix("gather=")), is_damped=is_damped)
+    if kind in ("sync", "bounded") and number.startswith("gather="):
+        raise ConfigError(
+            f"policy = {_short(text)}: gather=N goes with async, e.g. async:gather=2; in sync a round gathers the "
+            "pushes of all workers"
+        )
     if kind in ("sync", "async") and not colon:
         return Policy(kind, is_damped=is_damped)
     if kind == "bounded" and _is_number(number):
@@ -72,6 +88,14 @@ def _spare(text: str, number: str) -> int:
         raise ConfigError(
             f"policy = {_short(text)}: spare=N is how many workers a round may close without, 1 or more, "
             "e.g. sync:spare=1"
+        )
+    return int(number)
+
+
+def _gather(text: str, number: str) -> int:
+    if not _is_number(number) or int(number) < 1:
+        raise ConfigError(
+            f"policy = {_short(text)}: gather=N is how many pushes are applied as one, 1 or more, e.g. async:gather=2"
         )
     return int(number)
 
@@ -100,6 +124,23 @@ def policy_of(config: JobConfig) -> Policy:
             f"policy = {config.policy!r}: of {least} {'worker' if least == 1 else 'workers'} at least one must be in "
             f"a round; {remedy}"
         )
-    if policy.in_rounds and config.sync_every == 1:
-        return msgspec.structs.replace(policy, most_rounds=config.max_steps)
-    return policy
+    most = max(config.workers, config.most_workers)
+    if policy.gather > most:
+        raise ConfigError(
+            f"policy = {config.policy!r}: a group of {policy.gather} pushes is more than this job has workers "
+            f"({most}); say async:gather={most} or less, or more workers (-w)"
+        )
+    if config.lr_per_worker and not policy.in_rounds:
+        raise ConfigError(
+            f"--lr-per-worker needs --policy sync: in {policy} each worker's learning rate counts anyway"
+        )
+    if config.lr_per_worker and config.is_ring:
+        raise ConfigError("--lr-per-worker needs servers: leave out --exchange ring")
+    in_steps = policy.in_rounds and config.sync_every == 1
+    return msgspec.structs.replace(
+        policy,
+        most_rounds=config.max_steps if in_steps else 0,
+        weighs=config.weights == "count",
+        lr_per_worker=config.lr_per_worker,
+        aggregate=aggregate_of(config, policy.in_rounds, policy.spare),
+    )

@@ -49,6 +49,8 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
 #: Rules other than gradient descent: a push is a delta or the value itself.
 PLAIN = frozenset({"Add", "Assign"})
+#: Rules whose step is as large as its gradient; the others divide gradients by their size.
+SCALES_WITH_GRADIENT = frozenset({"SGD", "ASGD"})
 #: What to do about sparse gradients, which are not supported.
 SPARSE_REMEDY = (
     "either use dense gradients (sparse=False, and Adam in place of SparseAdam), or let the optimizer run on the "

@@ -24,7 +24,7 @@ from syncline.server.encoded_sums import SumDecoder
 from syncline.server.pool import Pool
 from syncline.server.replicate import Region, digest_of
 from syncline.server.rules import tensor_of
-from syncline.server.slices import HostedSlice
+from syncline.server.slices import HostedSlice, HowApplied
 from syncline.server.state_transfer import check_entry
 from syncline.server.storage import Blocks, SliceStorage
 from syncline.server.tasks import RingRounds, SliceTask
@@ -316,10 +316,8 @@ class Backups:
         with self._home.at_work():
             gradients = slot.rules.as_pieces(region.flat, message.has) if region is not None else []
             try:
-                slot.apply_update(
-                    gradients, dict(message.overrides), message.scale, clocks, message.acks, message.late,
-                    message.fences,
-                )  # fmt: skip
+                how = HowApplied(dict(message.overrides), message.scale, message.counts, message.gather)
+                slot.apply_update(gradients, how, clocks, message.acks, message.late, message.fences)
             except Exception as error:
                 raise RuleError(f"the backup could not apply it: {type(error).__name__}: {error}") from None
 

@@ -33,7 +33,7 @@ from syncline.server.executor import RoundExecutor
 from syncline.server.pulls import Pulls
 from syncline.server.slices import HostedSlice
 from syncline.server.staging import Decoding, Staging, check_stage
-from syncline.server.tasks import Key, RoundTask, StagedCommit, key_of
+from syncline.server.tasks import Key, SliceTask, StagedCommit, key_of
 from syncline.server.worker_removal import Staged, WorkerRemoval
 
 
@@ -162,6 +162,7 @@ class Commits:
             have.update(message.slices)
             contribution.phase = message.phase  # the worker may have rested between the early bytes and the commit
             contribution.pushed, contribution.weight = message.pushed, message.weight
+            contribution.nominal, contribution.squared_norm = message.nominal, message.squared_norm
             contribution.skip, contribution.clip_norm = message.skip, message.clip_norm
             contribution.overrides, contribution.back_at = message.overrides, message.back_at
             contribution.acks = message.acks
@@ -324,9 +325,10 @@ class Commits:
             if request.generation < self.entered.get(peer.name, 0):
                 raise Refresh(f"{peer} has entered since it said that it rests")
             verdict = self.rounds.rest(peer.name, peer.incarnation, message.phase, message.at_barrier)
-            works = self.flow.enqueue(verdict)
+            works = [*self.flow.enqueue(verdict), *self.flow.flush(then := functools.partial(request.reply, Done()))]
         self.flow.run(works)
-        request.reply(Done())
+        if not self.flow.gathers:
+            then()
 
     def prefer(self, request: Request, message: Prefer) -> None:
         self.flow.prefer(message.slices)
@@ -356,12 +358,14 @@ class Commits:
         with self.state_lock:
             if self.holding.keeps(request, "leave", 0, functools.partial(self.leave, request)):
                 return
-            works: list[RoundTask] = []
+            works: list[SliceTask] = []
             if peer.name in self.rounds.standings:
-                works = self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
+                works += self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
                 self.departures.let_go((peer.name, peer.incarnation))
+            works += self.flow.flush(then := functools.partial(request.reply, Done()))
         self.flow.run(works)
-        request.reply(Done())
+        if not self.flow.gathers:
+            then()
 
     @property
     def hosts_any(self) -> bool:

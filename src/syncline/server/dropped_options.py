@@ -16,8 +16,9 @@ NUM_ROUNDS = 3
 class DroppedOptions:
     """Checks the rounds of one server under its lock; only the server of slice 0 does so."""
 
-    def __init__(self, slices: Mapping[int, HostedSlice]) -> None:
-        self._slices = slices
+    def __init__(self, slices: Mapping[int, HostedSlice], *, counts_rates: bool = False) -> None:
+        """`counts_rates`: every worker's own learning rate counts."""
+        self._slices, self._counts_rates = slices, counts_rates
         self._num_rounds: dict[str, int] = {}  # consecutive rounds by worker
         self._told: set[str] = set()
 
@@ -25,7 +26,11 @@ class DroppedOptions:
         """Checks a round whose hyperparameters are those of `leading`."""
         for commit in commits:
             item, name = commit.item, commit.worker
-            if item.overrides == leading.item.overrides or not item.pushed:
+            if (
+                item.overrides == leading.item.overrides
+                or not item.pushed
+                or self._differ_in_rates_only(item, leading)
+            ):
                 if self._num_rounds:
                     self._num_rounds.pop(name, None)
             elif name not in self._told:
@@ -33,6 +38,9 @@ class DroppedOptions:
                 if self._num_rounds[name] >= NUM_ROUNDS:
                     self._told.add(name)
                     say(self._sentence(name, item, leading))
+
+    def _differ_in_rates_only(self, item: StagedCommit, leading: Commit[StagedCommit]) -> bool:
+        return self._counts_rates and all(key == "lr" for key, _, _ in self._differing(item, leading.item))
 
     def _sentence(self, name: str, item: StagedCommit, leading: Commit[StagedCommit]) -> str:
         chief = leading.worker

@@ -18,6 +18,7 @@ from syncline.server.pulls import Pulls
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import (
     FenceTask,
+    FlushTask,
     Key,
     RingRounds,
     RoundTask,
@@ -59,12 +60,13 @@ class RoundExecutor:
         self._busy: set[SliceTask] = set()
         self._under_way: dict[Key, RoundTask] = {}
         self.clipping = Clipping(self)
-        self._dropped = DroppedOptions(slices)
+        self._dropped = DroppedOptions(slices, counts_rates=rounds.policy.lr_per_worker)
         self._parked: list[Held] = []
         self._clocks: dict[str, int] = {}  # every worker's clock in what was queued so far
         self._preferred: list[int] = []
         self._leaving: frozenset[int] = frozenset()
         self._in_order: tuple[HostedSlice, ...] | None = None
+        self._is_zero_told = False
         self.lag_max = 0
         self.num_rounds = 0
         self.round_seconds = 0.0  # total time from complete rounds to their last slice
@@ -120,6 +122,8 @@ class RoundExecutor:
                 self._dropped.see(commits, lead, self.log)
             work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held, self.fail)
             works.append(work)
+            if not work.weight and not work.skip and not self._is_zero_told:
+                self._tell_zero(work)
             if self._ring is not None:
                 self._ring.expect(work)
             if self._rounds.policy.spare:
@@ -134,6 +138,16 @@ class RoundExecutor:
                     slot.queue.append(work)
         return works
 
+    def _tell_zero(self, work: RoundTask) -> None:
+        """Says once that a script pushes gradients that do not count."""
+        pushing = [commit.worker for commit in work.commits if commit.item.pushed]
+        if pushing and self._rounds.decides and work.weighs:
+            self._is_zero_told = True
+            self.log(
+                f"the pushes of {', '.join(pushing)} have weight 0, so this update changes nothing; give each push "
+                "the number of its samples as its weight"
+            )
+
     def fence(self, workers: Sequence[tuple[str, int]], finished: Callable[[], None]) -> list[SliceTask]:
         """Under `state_lock`: queues a fence behind all earlier updates."""
         slots = self.slots_in_order()
@@ -143,6 +157,29 @@ class RoundExecutor:
             finished()
 
         work = FenceTask(workers, slots, done)
+        self._busy.add(work)
+        for slot in slots:
+            slot.queue.append(work)
+        return [work]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether slices hold pushes: `async:gather=N`."""
+        return self._rounds.policy.gather > 0
+
+    def flush(self, finished: Callable[[], object]) -> list[SliceTask]:
+        """Under `state_lock`: has slices apply what they hold, behind all earlier updates; then `finished` is called.
+        Where slices hold nothing, there is nothing to do, and `finished` is not called.
+        """
+        if not self.gathers:
+            return []
+        slots = self.slots_in_order()
+
+        def done(work: SliceTask) -> None:
+            self.through(work)
+            finished()
+
+        work = FlushTask(slots, done)
         self._busy.add(work)
         for slot in slots:
             slot.queue.append(work)

@@ -204,13 +204,15 @@ def replicate_message(
         [(c.worker, c.item.incarnation, c.clock) for c in commits],
         list(work.fences),
         has,
-        list(work.overrides_for(slot.part.segment).items()),
+        list(slot.overrides_of(work).items()),
         scale,
         wants_digest,
         acks_of(commits) if is_first else [],
         late_of(commits) if is_first else [],
         work.roll,
         ballot,
+        counts=work.counts,
+        gather=work.gather,
     )
 
 
@@ -222,7 +224,7 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> OutgoingMessage:
     """Under the slice's lock: a copy of all there is of it."""
     entries, buffers = [], [buffer_of(slot.memory.copy())]
     with slot.home.at_work():
-        for entry, tensor in slot.rules.state():
+        for entry, tensor in slot.rules.state(with_held=True):
             entries.append(entry)
             buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
     state, (number, offset) = slot.state, lent or (None, 0)

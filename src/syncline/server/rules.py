@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from syncline.core.aggregate import Aggregate
 from syncline.core.layout import INTEGERS, Segment, Slice
-from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
+from syncline.core.rule import OPTIONS, PLAIN, SCALES_WITH_GRADIENT, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
+from syncline.server.aggregation import aggregate_tensors
+from syncline.server.gather import Gathered, Overrides
 from syncline.server.reduce.weighted_sum import HALF, add_up, narrow, sum_dtype
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
@@ -180,8 +184,22 @@ class Averages:
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
 Bytes = npt.NDArray[np.uint8]
-#: One contribution to a slice: its bytes, weight and pieces.
-Source = tuple[torch.Tensor, float, Sequence[bool]]
+
+
+class PushedSlice(NamedTuple):
+    """One contribution to a slice: its bytes, weight and pieces, and the factor on the gradient of each piece."""
+
+    array: torch.Tensor
+    weight: float
+    has: Sequence[bool]
+    factors: Sequence[float] | None = None  # None: 1
+
+    def factor(self, index: int) -> float:
+        return 1.0 if self.factors is None else self.factors[index]
+
+
+#: A contribution to some pieces: its numbers, weight and factor.
+_Part = tuple[torch.Tensor, float, float]
 
 
 def tensor_of(array: Bytes, dtype: str) -> torch.Tensor:
@@ -211,6 +229,7 @@ class SliceRules:
         self._splits: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         #: Set while the slice is marked for a save: called once before the slice or its state changes.
         self.before_change: Callable[[bool], None] | None = None
+        self._gathered: Gathered | None = None  # made by the first push that is held
         self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], home.decay)
         self._begin(self._make_optimizers())
 
@@ -306,56 +325,75 @@ class SliceRules:
     # -- a round's gradients become one -------------------------------------------------------------------
 
     def reduced(
-        self, sources: Sequence[Source], round_weight: float, into: torch.Tensor | None = None
+        self,
+        sources: Sequence[PushedSlice],
+        round_weight: float,
+        into: torch.Tensor | None = None,
+        how: Aggregate | None = None,
     ) -> list[torch.Tensor | None]:
         """One gradient per piece: the mean or sum over the sources, or None if no source pushed it.
 
         The mean divides by the weight of the whole round; for `Assign`, by the weight of the sources that pushed.
-        `into`: slice-shaped host memory for computed results, if needed.
+        `into`: slice-shaped host memory for computed results, if needed. `how`: another way than the mean or sum.
         """
         place = into if self.flat is self.host else None
         if not self.pieces:
             return []
-        if len(sources) == 1 and self._is_used_as_it_lies(*sources[0], round_weight):
-            return list(self._staged_pieces(sources[0][0]))
-        sources = [(self._home.bring(t), w, has) for t, w, has in sources]
-        everywhere = all(all(has) for _, _, has in sources) and not any(self._assigns)
+        if len(sources) == 1 and self._is_used_as_it_lies(sources[0], round_weight, how):
+            return list(self._staged_pieces(sources[0].array))
+        sources = [source._replace(array=self._home.bring(source.array)) for source in sources]
+        is_even = all(source.factors is None or len(set(source.factors)) == 1 for source in sources)
+        everywhere = is_even and all(all(source.has) for source in sources) and not any(self._assigns)
         if everywhere:
-            flat = self._combine([(t, w) for t, w, _ in sources], round_weight, into=place)
-            return list(self._split(flat))
+            parts = [(source.array, source.weight, source.factor(0)) for source in sources]
+            return list(self._split(self._combine(parts, round_weight, into=place, how=how)))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
-            here = [(self.view(t, index), w) for t, w, has in sources if has[index]]
-            total = sum(w for _, w in here) if assigns else round_weight
+            here = [
+                (self.view(source.array, index), source.weight, 1.0 if assigns else source.factor(index))
+                for source in sources
+                if source.has[index]
+            ]
+            total = sum(weight for _, weight, _ in here) if assigns else round_weight
             start = self.pieces[index].offset // self._item_bytes
-            combined = self._combine(here, total, start, assigns, place) if here else None
+            combined = self._combine(here, total, start, assigns, place, how) if here else None
             found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
-    def _is_used_as_it_lies(self, staged: torch.Tensor, weight: float, has: Sequence[bool], total: float) -> bool:
+    def _is_used_as_it_lies(self, source: PushedSlice, total: float, how: Aggregate | None) -> bool:
         """Whether a single contribution can be used as the round's gradient without a copy."""
-        is_here = staged.device == self.flat.device
-        return is_here and (weight == total or self._reduce == "sum") and all(has)
+        is_here = source.array.device == self.flat.device and source.factors is None and how is None
+        return is_here and (source.weight == total or self._reduce == "sum") and all(source.has)
 
     def _combine(
         self,
-        sources: list[tuple[torch.Tensor, float]],
+        sources: list[_Part],
         total: float,
         start: int = 0,
         mean: bool = False,
         into: torch.Tensor | None = None,
+        how: Aggregate | None = None,
     ) -> torch.Tensor:
-        """Σ wᵢgᵢ / Σ wᵢ, or Σ gᵢ, in the given order. A single full-weight source is not copied."""
-        averaged = mean or self._reduce == "mean"
-        if len(sources) == 1 and (not averaged or sources[0][1] == total):
+        """Σ wᵢfᵢgᵢ / Σ wᵢ, or Σ fᵢgᵢ, in the given order, with the factors f. `how`: another way, for gradients only.
+        `mean`: of values that are assigned. A single full-weight source is not copied.
+        """
+        is_all = how is not None and how.needs_all and not mean
+        averaged = mean or (self._reduce == "mean" and not (how is not None and how.is_sum))
+        is_plain = all(factor == 1.0 for _, _, factor in sources)
+        if len(sources) == 1 and is_plain and not is_all and (not averaged or sources[0][1] == total):
             return sources[0][0]
-        size, weights = sources[0][0].numel(), [weight for _, weight in sources]
+        size, weights = sources[0][0].numel(), [weight for _, weight, _ in sources]
         own = self.flat.dtype
         result = scratch(own, self.flat, start, size) if into is None else into[start : start + size]
+        if is_all:
+            assert how is not None
+            aggregate_tensors(how, [array for array, _, _ in sources], weights, result)
+            return result
         kind = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else own
         total_of = result if kind == own else scratch(kind, self.flat, start, size)
-        equal = not averaged or all(weight == weights[0] for weight in weights)
-        add_up(sources, total_of, weighted=not equal)
+        equal = is_plain and (not averaged or all(weight == weights[0] for weight in weights))
+        factors = [(array, factor * (weight if averaged else 1.0)) for array, weight, factor in sources]
+        add_up(factors, total_of, weighted=not equal)
         if averaged:
             total_of.div_(total / weights[0] if equal else total)
         narrow(total_of, result)
@@ -374,29 +412,56 @@ class SliceRules:
     def apply(
         self,
         gradients: Sequence[torch.Tensor | None],
-        overrides: Mapping[int, Mapping[str, Option]],
+        overrides: Overrides,
         scale: float = 1.0,
+        weight: float = 1.0,
     ) -> None:
-        """Updates the pieces that have a gradient."""
+        """Updates the pieces that have a gradient. `scale`: the factor on gradients. `weight`: how much the update
+        counts; see `_step`.
+        """
         if self.before_change is not None:
             self.about_to_change()
         if not self._averages.is_on:
-            self._apply(gradients, overrides, scale)
+            self._apply(gradients, overrides, scale, weight)
             return
         self._averages.begin()
-        self._apply(gradients, overrides, scale)
+        self._apply(gradients, overrides, scale, weight)
         self._averages.follow()
+
+    def gather(
+        self, gradients: Sequence[torch.Tensor | None], overrides: Overrides, scale: float, weight: float, group: int
+    ) -> tuple[list[torch.Tensor | None], Overrides]:
+        """Holds a push until its group is complete; returns the mean of the group then. See `Gathered.take`."""
+        if self._gathered is None:
+            self._gathered = Gathered(self.segment, self.part, self._parameters, self._assigns)
+        return self._gathered.take(gradients, overrides, scale, weight, group)
+
+    @property
+    def num_gathered(self) -> int:
+        """Pushes that are held."""
+        return self._gathered.count if self._gathered is not None else 0
+
+    def default_rate(self, group: int) -> float | None:
+        """The learning rate that the rule of this group has without overrides; None: it has none."""
+        optimizer = self._optimizers.get(group)
+        return float(optimizer.defaults["lr"]) if optimizer is not None and "lr" in optimizer.defaults else None
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """The group of each piece."""
+        return self._groups
 
     def _apply(
         self,
         gradients: Sequence[torch.Tensor | None],
-        overrides: Mapping[int, Mapping[str, Option]],
+        overrides: Overrides,
         scale: float,
+        weight: float,
     ) -> None:
         given = [gradient for gradient in gradients if gradient is not None]
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             pairs = list(zip(self._parameters, given, strict=True))
-            self._step(self._only_group, pairs, overrides.get(self._only_group, {}))
+            self._step(self._only_group, pairs, overrides.get(self._only_group, {}), weight)
             self._home.publish(self.flat, self.host)
             return
         stepping: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -408,13 +473,13 @@ class SliceRules:
             if gradient.shape != parameter.shape:
                 gradient = gradient.view_as(parameter)
             if spec.name == "Add":
-                parameter.add_(gradient)
+                parameter.add_(gradient if weight == 1.0 else gradient * weight)
             elif spec.name == "Assign":
                 parameter.copy_(gradient)
             else:
                 stepping.setdefault(group, []).append((parameter, gradient * scale if scale != 1.0 else gradient))
         for group, pairs in stepping.items():
-            self._step(group, pairs, overrides.get(group, {}))
+            self._step(group, pairs, overrides.get(group, {}), weight)
         self._home.publish(self.flat, self.host)
 
     def uploaded(self) -> None:
@@ -422,10 +487,19 @@ class SliceRules:
         self._home.load(self.flat, self.host)
 
     def _step(
-        self, group: int, pairs: list[tuple[torch.Tensor, torch.Tensor]], override: Mapping[str, Option]
+        self,
+        group: int,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        override: Mapping[str, Option],
+        weight: float = 1.0,
     ) -> None:
+        """`weight` scales the gradients, or the step where the rule divides gradients by their size."""
         optimizer = self._optimizers[group]
         settings = optimizer.param_groups[0]
+        if weight != 1.0 and self.segment.rules[group].name in SCALES_WITH_GRADIENT:
+            pairs = [(parameter, gradient * weight) for parameter, gradient in pairs]
+        elif weight != 1.0:
+            override = {**override, "lr": weight * float(override.get("lr", optimizer.defaults["lr"]))}
         if override or group in self._overridden:
             known = OPTIONS[self.segment.rules[group].name]
             settings.update((key, value) for key, value in optimizer.defaults.items() if key in known)
@@ -446,9 +520,13 @@ class SliceRules:
 
     # -- state --------------------------------------------------------------------------------------------
 
-    def state(self) -> list[tuple[StateEntry, torch.Tensor]]:
-        """Everything the rules remember about this slice, tensor by tensor, in host memory."""
-        return [(entry, tensor.detach().contiguous().cpu()) for entry, tensor in self.live_state()]
+    def state(self, *, with_held: bool = False) -> list[tuple[StateEntry, torch.Tensor]]:
+        """Everything the rules remember about this slice, tensor by tensor, in host memory; `with_held`: also the
+        pushes that it holds.
+        """
+        held = self._gathered.entries() if with_held and self._gathered is not None else ()
+        found = itertools.chain(self.live_state(), held)
+        return [(entry, tensor.detach().contiguous().cpu()) for entry, tensor in found]
 
     def live_state(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:
         """The same where it lies."""
@@ -466,7 +544,10 @@ class SliceRules:
         """Loads this state. Pieces that it does not name start afresh."""
         self.about_to_change()
         fresh: dict[int, dict[str, torch.Tensor]] = {}
-        for entry, tensor in self._averages.load(entries):
+        gathered = Gathered(self.segment, self.part, self._parameters, self._assigns)
+        others = gathered.load(entries)
+        self._gathered = gathered if gathered.count else None
+        for entry, tensor in self._averages.load(others):
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
             self._check_state(entry)

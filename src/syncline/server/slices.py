@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,9 @@ from syncline.core.wire.leases import LeaseAck
 from syncline.net.transport import buffer_of
 from syncline.server.reliable_send import Partner
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
-from syncline.server.rules import SliceRules, Source
+from syncline.server.rules import PushedSlice, SliceRules
 from syncline.server.storage import SliceStorage
-from syncline.server.tasks import Progress, SliceTask, StagedCommit, acks_of, late_of
+from syncline.server.tasks import Key, Progress, SliceTask, StagedCommit, acks_of, key_of, late_of
 
 Bytes = npt.NDArray[np.uint8]
 #: Snapshot buffers that a slice keeps for reuse.
@@ -48,6 +49,15 @@ class Snapshot:
             last = self._num_users == 0
         if last and len(self._slot.spare) < MOST_SPARE:
             self._slot.spare.append(self._array)
+
+
+class HowApplied(NamedTuple):
+    """How an update is applied, on the primary and on its backups alike."""
+
+    overrides: Mapping[int, Mapping[str, Option]]
+    scale: float = 1.0  # the factor on the gradient
+    counts: float = 1.0  # how much it counts: see SliceTask
+    gather: int = 0
 
 
 class HostedSlice:
@@ -265,7 +275,8 @@ class HostedSlice:
             self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
         clocks = [((c.worker, c.item.incarnation), c.clock) for c in commits]
         acks, late = (acks_of(commits), late_of(commits)) if self.part.id == 0 else ([], [])
-        self.apply_update(gradients, work.overrides_for(self.part.segment), scale, clocks, acks, late, work.fences)
+        how = HowApplied(self.overrides_of(work), scale, work.counts, work.gather)
+        self.apply_update(gradients, how, clocks, acks, late, work.fences)
         self.apply_seconds += time.perf_counter() - began
         if faults.armed is not None:
             faults.reach("slice.applied")
@@ -273,20 +284,22 @@ class HostedSlice:
     def apply_update(
         self,
         gradients: Sequence[torch.Tensor | None],
-        overrides: Mapping[int, Mapping[str, Option]],
-        scale: float,
+        how: HowApplied,
         clocks: list[tuple[Identity, int]],
         acks: Sequence[LeaseAck],
         late: Sequence[LeaseAck],
         fences: Iterable[Identity],
     ) -> None:
         """Under the lock: applies one update, on the primary and on its backups alike."""
-        state = self.state
+        state, overrides, scale, counts = self.state, how.overrides, how.scale, how.counts
+        if how.gather:
+            gradients, overrides = self.rules.gather(gradients, overrides, scale, counts, how.gather)
+            scale = counts = 1.0
         changed = any(gradient is not None for gradient in gradients)
         if changed:
             state.writing = True
             try:
-                self.rules.apply(gradients, overrides, scale)
+                self.rules.apply(gradients, overrides, scale, counts)
             finally:
                 # A rule that raised may have changed the slice: this is a new version.
                 state.applied([], True)
@@ -306,19 +319,45 @@ class HostedSlice:
     def gradients(
         self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: torch.Tensor | None = None
     ) -> list[torch.Tensor | None]:
-        """The round's gradient for each piece. Weights count only in rounds. `into`: memory for the result."""
+        """The round's gradient for each piece. `into`: memory for the result."""
         if work.sums is not None:
             return work.sums.gradients(self)
-        sources: list[Source] = []
+        sources: list[PushedSlice] = []
         for commit in commits:
             has = self.has(commit.item.pushed)
-            if any(has) and (commit.item.weight > 0 or not work.in_rounds):
+            if any(has) and (commit.item.weight > 0 or not work.weighs):
                 array = commit.item.arrays(self.part)
                 assert array is not None, "pushed, and not staged"
-                sources.append((array, commit.item.weight, has))
+                sources.append(PushedSlice(array, commit.item.weight, has, self._factors(commit, work)))
         if not sources:
             return [None] * len(self.rules.pieces)
-        return self.rules.reduced(sources, work.weight, into)
+        return self.rules.reduced(sources, work.weight, into, work.aggregate)
+
+    def _factors(self, commit: Commit[StagedCommit], work: SliceTask) -> Sequence[float] | None:
+        """The factors on the pieces of one worker's gradient: by its norm, and by its own learning rate."""
+        how, policy = work.aggregate, work.policy
+        factor = how.factor(commit.item.squared_norm) if how is not None else 1.0
+        if policy is not None and policy.lr_per_worker:
+            found = []
+            for group in self.rules.groups:
+                rates = self._rates(work, group)
+                highest = max(rates.values(), default=0.0)
+                found.append(factor * rates[key_of(commit)] / highest if highest > 0 else factor)
+            return found if any(each != 1.0 for each in found) else None
+        return None if factor == 1.0 else [factor] * len(self.rules.pieces)
+
+    def _rates(self, work: SliceTask, group: int) -> dict[Key, float]:
+        default = self.rules.default_rate(group)
+        return work.rates(self.part.segment, group, default) if default is not None else {}
+
+    def overrides_of(self, work: SliceTask) -> dict[int, dict[str, Option]]:
+        """The hyperparameters of a round here. With `--lr-per-worker` its rate is the highest of its workers."""
+        overrides = work.overrides_for(self.part.segment)
+        if work.policy is not None and work.policy.lr_per_worker:
+            for group in set(self.rules.groups):
+                if rates := self._rates(work, group):
+                    overrides[group] = {**overrides.get(group, {}), "lr": max(rates.values())}
+        return overrides
 
     def has(self, pushed: Ranges) -> Sequence[bool]:
         """Which pieces of this slice are pushed; cached."""

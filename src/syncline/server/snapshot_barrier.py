@@ -64,10 +64,11 @@ class SnapshotBarrierService:
         self._holding.decide()
         faults.reach("save.closed")
         with self._state_lock:
-            while self._is_current(barrier) and not (self._flow.is_idle and not self._holding.lacking()):
-                if time.monotonic() >= until:
-                    self._holding.open()
-                self._flow.idle.wait(max(0.0, min(until - time.monotonic(), 0.5)))
+            self._wait_until_applied(barrier, until)
+            works = self._flow.flush(lambda: None) if self._is_current(barrier) else []
+        self._flow.run(works)  # what slices hold is part of the snapshot
+        with self._state_lock:
+            self._wait_until_applied(barrier, until)
             if self._is_current(barrier) and self._holding.loading:
                 self._holding.open()
             is_told = self._is_current(barrier)
@@ -80,6 +81,13 @@ class SnapshotBarrierService:
             )
         request.reply(answer)
         self._open_after(barrier, until)
+
+    def _wait_until_applied(self, barrier: SnapshotBarrier, until: float) -> None:
+        """Under `state_lock`: waits for the commits up to the barrier. Opens it when the time is over."""
+        while self._is_current(barrier) and not (self._flow.is_idle and not self._holding.lacking()):
+            if time.monotonic() >= until:
+                self._holding.open()
+            self._flow.idle.wait(max(0.0, min(until - time.monotonic(), 0.5)))
 
     def _check_newer(self, barrier: SnapshotBarrier) -> None:
         if self.is_closed:

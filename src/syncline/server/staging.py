@@ -97,6 +97,10 @@ def check_stage(peer: Peer, message: Stage, segments: Mapping[int, Segment]) -> 
     """Validates a worker's commit message."""
     if not (math.isfinite(message.weight) and message.weight >= 0):
         raise ProtocolError(f"{peer} pushes with weight {message.weight}; it must be a number from 0 on")
+    if not (math.isfinite(message.nominal) and message.nominal > 0):
+        raise ProtocolError(f"{peer} pushes with the nominal weight {message.nominal}; it must be more than 0")
+    if not (math.isfinite(message.squared_norm) and message.squared_norm >= 0):
+        raise ProtocolError(f"{peer} pushes a gradient of squared norm {message.squared_norm}")
     if not 0 <= message.slot < 1 << 10:
         raise ProtocolError(f"{peer} names slot {message.slot}")
     for segment, group, options in message.overrides:

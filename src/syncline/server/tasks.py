@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from syncline.core.aggregate import Aggregate
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
 from syncline.core.ring import Ballot
@@ -109,6 +110,7 @@ class StagedCommit:
         "is_late",
         "is_skipped",
         "is_told",
+        "nominal",
         "overrides",
         "phase",
         "pushed",
@@ -116,6 +118,7 @@ class StagedCommit:
         "since",
         "skip",
         "slot",
+        "squared_norm",
         "weight",
     )  # fmt: skip
 
@@ -123,6 +126,8 @@ class StagedCommit:
         self.incarnation, self.phase, self.slot = incarnation, phase, slot
         self.pushed: Ranges = ()
         self.weight, self.skip = 1.0, False
+        self.nominal = 1.0  # the weight of a push that counts in full, in `bounded` and `async`
+        self.squared_norm = 0.0  # of its gradients over all servers, with --aggregate norm-clipped
         self.back_at: int | None = None
         self.clip_norm: float | None = None
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
@@ -179,6 +184,8 @@ class SliceTask:
     fences: Sequence[Identity] = ()
     skip, in_rounds = True, False
     weight = scale = 1.0
+    counts = 1.0  # how much the update counts: weight over nominal weight
+    gather = 0  # so many pushes make a group; 1 without commits: what is held is applied; 0: nothing is held
     policy: Policy | None = None
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
@@ -197,6 +204,16 @@ class SliceTask:
         self._left = len(slots)
         self._lock = threading.Lock()
         self._finished = finished
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a commit counts by its weight."""
+        return self.policy is None or self.policy.in_rounds or self.policy.weighs
+
+    @property
+    def aggregate(self) -> Aggregate | None:
+        """How the gradients of its commits become one; None: by their mean or sum."""
+        return self.policy.aggregate if self.policy is not None else None
 
     def answers(self) -> list[Progress]:
         """The replies that report slices as they are applied."""
@@ -235,6 +252,15 @@ class SliceTask:
     def overrides_for(self, segment: int) -> dict[int, dict[str, Option]]:
         return {group: options for index, group, options in self.overrides if index == segment}
 
+    def rates(self, segment: int, group: int, default: float) -> dict[Key, float]:
+        """The learning rate of each commit that counts, for one group of parameters; see `--lr-per-worker`."""
+        found = {}
+        for commit in self.commits:
+            if commit.item.weight > 0:
+                said = (o for index, number, o in commit.item.overrides if (index, number) == (segment, group))
+                found[key_of(commit)] = float(next(said, {}).get("lr", default))  # type: ignore[arg-type]
+        return found
+
 
 class FenceTask(SliceTask):
     """Fences these workers. With an empty list it only makes sure that backups are up to date."""
@@ -244,6 +270,12 @@ class FenceTask(SliceTask):
     ) -> None:
         super().__init__(slots, finished)
         self.fences = fences
+
+
+class FlushTask(SliceTask):
+    """Applies the pushes that slices hold (`async:gather=N`)."""
+
+    gather = 1
 
 
 #: The generation in which a worker came, and its name. It never changes.
@@ -285,6 +317,9 @@ class RoundTask(SliceTask):
         else:
             self.skip = any(commit.item.skip for commit in commits)
             self.weight = sum(commit.item.weight for commit in commits)
+        if not policy.in_rounds:
+            self.counts = leading.item.weight / leading.item.nominal if policy.weighs else 1.0
+            self.gather = policy.gather
         self.clip_norm = leading.item.clip_norm
         self.overrides = leading.item.overrides
         self.squared_norms: dict[int, float] = {}

@@ -36,6 +36,7 @@ from syncline.worker.current import current_job
 from syncline.worker.exchange.commit import Push
 from syncline.worker.job import Job
 from syncline.worker.metrics import with_factor
+from syncline.worker.nominal import NominalWeight
 
 #: Steps between two checks whether a script has written to parameters, with several workers.
 LOOK_STEPS = 32
@@ -75,6 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         policy = policy_of(self._job.config)
         self._in_rounds = policy.in_rounds
         self._taken = self._job.samples_taken  # at the last step
+        self._nominal = NominalWeight(self._job)
         named = list(name_parameters(self.param_groups, model))
         self._prefix = free_prefix(self._job.names_taken, named, shares=not self._is_as_in_torch(named))
         self._tracked: list[Tracked] = list(name_parameters(self.param_groups, model, self._prefix))
@@ -311,6 +313,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         push = Push(
             pushed=tuple(sorted(pushed)),
             weight=weight,
+            nominal=self._nominal.of(weight),
             skip=overflow,
             clip_norm=clip,
             overrides=self._overrides(),
@@ -390,7 +393,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """For local steps: averages the deltas in the arena; the mean is received into the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
-        push = Push(pushed=tuple(sorted(pushed)), weight=weight)
+        # The delta of short batches is small by itself: it counts in full.
+        push = Push(pushed=tuple(sorted(pushed)), weight=weight, nominal=weight or 1.0)
         self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
         self._receiver.settle()
 

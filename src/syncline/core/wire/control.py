@@ -156,6 +156,19 @@ class Registered(Message, frozen=True):
     upload: int | None = None
 
 
+class AskNominal(Message, frozen=True):
+    """A worker's first step in bounded or async: which weight counts in full? The chief's first one does."""
+
+    weight: float  # of its own first step
+    insists: bool = False  # the chief has made no step for long: take this worker's
+
+
+class GivenNominal(Message, frozen=True):
+    """The job's nominal weight; 0: the chief has made no step yet."""
+
+    weight: float
+
+
 class Uploaded(Message, frozen=True):
     """The chief's values of a segment are on the servers."""
 

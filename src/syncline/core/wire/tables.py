@@ -43,6 +43,7 @@ from syncline.core.wire.collectives import (
 from syncline.core.wire.control import (
     AskCopies,
     AskLife,
+    AskNominal,
     AskRoster,
     AskServerStats,
     AskStats,
@@ -55,6 +56,7 @@ from syncline.core.wire.control import (
     GiveCopies,
     GivenCopies,
     GivenLife,
+    GivenNominal,
     GivenServerStats,
     GivenStats,
     GivenStatus,
@@ -148,7 +150,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 12
+PROTOCOL = 13
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -167,7 +169,7 @@ MESSAGES: tuple[type[Message], ...] = (
     LocalCandidate, WriteCandidate, WrittenCandidate,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
-    AskLife, GivenLife, NoteScript,
+    AskLife, GivenLife, NoteScript, AskNominal, GivenNominal,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -178,7 +180,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
         Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
         AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
-        LocalCandidate,
+        LocalCandidate, AskNominal,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     }),
     "server": frozenset({

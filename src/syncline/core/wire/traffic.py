@@ -122,6 +122,8 @@ class Replicate(Message, frozen=True):
     ballot: Ballot | None = None  # in a ring: the update is held until all have voted for this
     codec: str = ""  # in a ring: of the bytes that follow
     sizes: list[int] = []  # of the units of the slice, as in Stage
+    counts: float = 1.0  # in bounded and async: how much it counts, by its weight
+    gather: int = 0  # the update is held until its group has so many; 1 without pieces: what is held is applied
 
 
 class Vote(Message, frozen=True):
@@ -203,6 +205,8 @@ class Stage(Message, frozen=True):
     ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
     edited: bool = False  # at the commit: some of the slices staged before it have changed since
     early: bool = False  # at the commit: slices were staged before it, to be added up
+    nominal: float = 1.0  # in bounded and async: the weight of a push that counts in full
+    squared_norm: float = 0.0  # with --aggregate norm-clipped: of its gradients, over all servers
 
 
 class CommitStaged(Message, frozen=True):

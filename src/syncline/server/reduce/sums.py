@@ -14,7 +14,6 @@ from syncline.core.layout import Piece, Segment, Slice
 from syncline.core.rounds import Commit
 from syncline.server.reduce.weighted_sum import add_up, narrow, sum_dtype
 from syncline.server.replicate import Region
-from syncline.server.rules import Source
 from syncline.server.slices import HostedSlice, RoundSums
 from syncline.server.tasks import RoundTask, StagedCommit
 
@@ -158,7 +157,7 @@ def lay_shares(
     slot: HostedSlice, commits: Sequence[Commit[StagedCommit]], wide: torch.Tensor, equal: float | None
 ) -> None:
     """What these have pushed, added up in their order, weighted unless all weigh the same; else zeros."""
-    sources: list[Source] = []
+    sources: list[tuple[torch.Tensor, float, Sequence[bool]]] = []
     for item in (commit.item for commit in commits if commit.item.weight > 0):
         if any(has := slot.has(item.pushed)):
             array = item.arrays(slot.part)

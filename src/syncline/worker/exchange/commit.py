@@ -39,6 +39,8 @@ class Push:
 
     pushed: Ranges
     weight: float = 1.0
+    nominal: float = 1.0  #: the weight of a push that counts in full, in `bounded` and `async`
+    squared_norm: float = 0.0  #: of its gradients, with `--aggregate norm-clipped`
     skip: bool = False  #: an overflow: the clock advances, the round changes nothing
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, Mapping[str, Option]]] = ()

@@ -302,7 +302,7 @@ class FiniteCheck:
 
 def void(push: Push) -> Push:
     """The same commit without gradients. The chief's hyperparameters still count."""
-    return dataclasses.replace(push, pushed=(), weight=0.0, skip=False, finite=())
+    return dataclasses.replace(push, pushed=(), weight=0.0, squared_norm=0.0, skip=False, finite=())
 
 
 class Digested(NamedTuple):

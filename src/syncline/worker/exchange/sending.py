@@ -270,6 +270,8 @@ def _stage_message(
         slot=ticket.slot,
         pushed=push.pushed,
         weight=push.weight,
+        nominal=push.nominal,
+        squared_norm=push.squared_norm,
         skip=push.skip,
         clip_norm=push.clip_norm,
         overrides=[(segment, group, dict(options)) for segment, group, options in push.overrides],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from syncline import faults
 from syncline.config import JobConfig
+from syncline.core.aggregate import own_of
 from syncline.core.layout import Layout, Segment, Slice
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
@@ -20,6 +22,7 @@ from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Prefer, StateEntry
 from syncline.errors import ConfigError, FencedError, FrameError, SynclineError, WaitTimeout
+from syncline.extensions import load
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.stats import PushBytes, WireStats
@@ -27,6 +30,7 @@ from syncline.worker.arrays import Bytes
 from syncline.worker.data.leases import LeaseAcks
 from syncline.worker.exchange.commit import MENDED, Push, ServersTicket
 from syncline.worker.exchange.finite import FiniteCheck
+from syncline.worker.exchange.norm import squared_norm
 from syncline.worker.exchange.participation import Participation
 from syncline.worker.exchange.replay import Replay
 from syncline.worker.exchange.routes import ServerRoutes
@@ -88,6 +92,9 @@ class ServersExchange:
         )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
         self.finite, self.checks_finite, self.is_arena_shared = finite, config.check_finite, False
+        aggregate = policy_of(config).aggregate
+        own_of(aggregate, load)  # a wrong name is an error at the start
+        self._clips_pushes = aggregate is not None and aggregate.kind == "norm-clipped"
         self.carried: set[int] = set()
         self.waits = Waits(name, self._ask_why, self.why, say)
         self._before_commit: list[Callable[[], None]] = []
@@ -220,6 +227,10 @@ class ServersExchange:
             raise left(self._name)
         self.make_room()
         push = self.finite.admit(given := push, self.clock + 1, self.layout, self.routes.arenas.array, self.slot)
+        is_void = push is not given
+        if self._clips_pushes and push.pushed:
+            total = squared_norm(push.pushed, self.layout, self.routes.arenas.array, self.slot)
+            push = dataclasses.replace(push, squared_norm=total)
         for action in self._before_commit:
             action()
         if self._replay.roster is not self._rosters.newest or any(
@@ -228,7 +239,7 @@ class ServersExchange:
             self._again(self._replay.take_over)
         if self._participation.must_come_back:
             self._come_back()
-        ticket = self._commit(push, target, self.lease_acks.take(is_void=push is not given))
+        ticket = self._commit(push, target, self.lease_acks.take(is_void=is_void))
         self.times.lap("stage")
         self.times.made_step(self.lease_acks.samples)
         return ticket

@@ -1,0 +1,129 @@
+"""`--aggregate`: how the gradients of a round become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline import Rule
+from syncline.core.aggregate import Aggregate, aggregated, parse_aggregate
+from syncline.errors import ConfigError, SynclineError
+from syncline.testing import local_job
+from syncline.worker.job import Job
+
+SHAPES = pytest.mark.parametrize(
+    "settings",
+    [{}, {"servers": 2, "slice_bytes": 64}, {"servers": 2, "replicas": 2}, {"transport": "tcp"}],
+    ids=["one server", "two servers", "two replicas", "tcp"],
+)
+VALUES = (1.0, 2.0, 4.0, 1024.0)
+
+
+def trained(aggregate: str, values: tuple[float, ...] = VALUES, **settings: Any) -> np.ndarray[Any, Any]:
+    """The parameter after one round of SGD at rate 1: the negative aggregate of these gradients."""
+    with local_job(workers=len(values), aggregate=aggregate, **settings) as jobs:
+
+        def work(job: Job) -> np.ndarray[Any, Any]:
+            start = {"x": np.zeros(40, np.float32), "y": np.zeros((3, 8), np.float32)}
+            rules = {"x": Rule("SGD", lr=1.0), "y": Rule("SGD", lr=1.0)}
+            job.kv.register(start, rules)
+            gradients = {name: np.full(value.shape, values[job.rank], np.float32) for name, value in start.items()}
+            job.kv.push_pull(gradients, weight=1.0 + job.rank).wait()
+            found = job.kv.pull()
+            return np.concatenate([np.asarray(found[name]).reshape(-1) for name in ("x", "y")])
+
+        results = jobs.run(work)
+    assert all((one == results[0]).all() for one in results)
+    return -results[0]
+
+
+@SHAPES
+def test_each_way(settings: dict[str, Any]) -> None:
+    assert (trained("mean", **settings) == (1 + 4 + 12 + 4096) / 10).all()
+    assert (trained("sum", **settings) == 1031.0).all()
+    assert (trained("median", **settings) == 3.0).all()
+    assert (trained("trimmed:0.25", **settings) == 3.0).all()
+    assert (trained("median", VALUES[:3], **settings) == 2.0).all()
+
+
+@SHAPES
+def test_a_push_is_clipped_by_its_whole_norm(settings: dict[str, Any]) -> None:
+    """Over all parameters and servers: 64 numbers of 1 have the norm 8."""
+    found = trained("norm-clipped:8", (1.0, 4.0), **settings)
+    assert np.allclose(found, (1 * 1.0 + 2 * 1.0) / 3, rtol=1e-5), found
+    found = trained("norm-clipped:16", (1.0, 4.0), **settings)
+    assert np.allclose(found, (1 * 1.0 + 2 * 2.0) / 3, rtol=1e-5), found
+
+
+def first_and_weights(gradients: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return gradients[0] + weights.sum()
+
+
+def wrong_shape(gradients: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return gradients
+
+
+def not_a_number(gradients: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return gradients[0] * np.nan
+
+
+def raises(gradients: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    raise ValueError("no idea")
+
+
+NOT_CALLABLE = 3
+
+
+@SHAPES
+def test_a_function_of_ones_own(settings: dict[str, Any]) -> None:
+    assert (trained(f"{__name__}:first_and_weights", **settings) == 11.0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrong_shape", r"returned an array of shape .* one number for each column"),
+        ("not_a_number", r"returned NaN or Inf"),
+        ("raises", r"ValueError: no idea"),
+        ("NOT_CALLABLE", r"int is not a function"),
+        ("nowhere", r"AttributeError.*servers need it as workers do"),
+    ],
+)
+def test_one_that_is_wrong_is_named(name: str, words: str) -> None:
+    with pytest.raises(SynclineError, match=rf"--aggregate {__name__}:{name}: .*{words}"):
+        trained(f"{__name__}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "words"),
+    [
+        ("middle", {}, "must be one of mean, sum, median"),
+        ("trimmed", {}, "more than 0 and less than 0.5"),
+        ("trimmed:0.5", {}, "more than 0 and less than 0.5"),
+        ("trimmed:0.1", {}, "trims none of 4 workers.*say trimmed:0.25 or more"),
+        ("norm-clipped:0", {}, "more than 0"),
+        ("norm-clipped:-1", {}, "more than 0"),
+        ("median", {"exchange": "ring"}, "needs servers"),
+        ("median", {"policy": "async"}, "needs --policy sync"),
+        ("sum", {"policy": "bounded:1"}, "needs --policy sync"),
+        ("median", {"policy": "sync:spare=1"}, "cannot be used with sync:spare=1"),
+        ("median", {"codec": "bf16"}, "leave out --codec bf16"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words), local_job(workers=4, aggregate=text, **settings):
+        pass
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 16, 17, 33])
+def test_the_kernels_agree_with_numpy(num_rows: int) -> None:
+    rows = np.random.default_rng(num_rows).normal(size=(num_rows, 40_000)).astype(np.float32)
+    weights = [1.0] * num_rows
+    assert np.allclose(aggregated(Aggregate("median"), list(rows), weights), np.median(rows, axis=0), atol=1e-6)
+    how = parse_aggregate("trimmed:0.3")
+    assert how is not None
+    cut = min(int(0.3 * num_rows), (num_rows - 1) // 2)
+    wanted = np.sort(rows, axis=0)[cut : num_rows - cut].mean(axis=0)
+    assert np.allclose(aggregated(how, list(rows), weights), wanted, atol=1e-6)
