@@ -5,6 +5,8 @@
 Push number q of a life of a worker adds 1 to cell q mod CELLS of that life's own row, in every copy of the ledger.
 Each life writes down what it has sent and what was acknowledged, where its death leaves it. At the end every row must
 have what was acknowledged, once; what was sent and not acknowledged, once or not at all, but alike in all copies.
+With --weigh (bounded, async) a push adds its weight, 1, 2 or 3; with --own-rates (--lr-per-worker) every other row
+descends at half the rate.
 """
 
 import argparse
@@ -52,18 +54,27 @@ def deadline(folder: pathlib.Path, seconds: float) -> float:
     return float(text) + seconds
 
 
-def counts(upto: int) -> np.ndarray:
-    """How often each cell is meant by the pushes 0 … upto − 1."""
-    return np.bincount(np.arange(upto) % CELLS, minlength=CELLS).astype(np.float64)
+def weight_of(push: int, weighs: bool) -> float:
+    return float(1 + push % 3) if weighs else 1.0
 
 
-def verify(folder: pathlib.Path, copies: list[np.ndarray]) -> tuple[int, int, int, int]:
+def rate_of(row: int, own_rates: bool) -> float:
+    return 0.5 if own_rates and row % 2 else 1.0
+
+
+def counts(upto: int, weighs: bool) -> np.ndarray:
+    """What the pushes 0 … upto − 1 add to each cell."""
+    weights = [weight_of(push, weighs) for push in range(upto)]
+    return np.bincount(np.arange(upto) % CELLS, weights, minlength=CELLS)
+
+
+def verify(folder: pathlib.Path, copies: list[np.ndarray], weighs: bool) -> tuple[int, int, int, int]:
     """Acknowledged; lost, doubled, torn (in some copies only) among what was sent."""
     acknowledged = lost = doubled = torn = 0
     for path in folder.glob("row-*"):
         row = int(path.name.removeprefix("row-"))
         sent, acked = _RECORD.unpack(path.read_bytes())
-        least, most = counts(acked), counts(sent)
+        least, most = counts(acked, weighs), counts(sent, weighs)
         acknowledged += acked
         lost += int(max(np.maximum(least - copy[row], 0).sum() for copy in copies))
         doubled += int(max(np.maximum(copy[row] - most, 0).sum() for copy in copies))
@@ -80,6 +91,8 @@ def main() -> None:
     parser.add_argument("--lives", type=int, default=256, help="of all workers together, at most")
     parser.add_argument("--think", type=float, default=0.0, help="seconds of work between two pushes")
     parser.add_argument("--may-lose", action="store_true", help="one replica, and servers die: losses are no failure")
+    parser.add_argument("--weigh", action="store_true", help="pushes have different weights (bounded, async)")
+    parser.add_argument("--own-rates", action="store_true", help="workers have different rates (--lr-per-worker)")
     args = parser.parse_args()
 
     job = syncline.init()
@@ -90,6 +103,8 @@ def main() -> None:
         job.kv.register({name: np.zeros((args.lives, CELLS))}, syncline.Rule("Add"), reduce="sum")
     job.kv.register({"x": np.zeros(args.size, np.float32)}, syncline.Rule("SGD", lr=1.0), reduce="sum")
     life, until = Life(folder, args.lives), deadline(folder, args.seconds)
+    if args.own_rates:
+        job.kv.set("x", lr=rate_of(life.row, True))
     print(f"{job.name} has row {life.row}", flush=True)
     job.resume_at()  # each life has a row of its own: what it pushes was not pushed before
     while time.monotonic() < until and not (args.until and args.until.exists()):
@@ -98,17 +113,19 @@ def main() -> None:
             grads[name][:] = 0
             grads[name][life.row, life.sent % CELLS] = 1
         grads["x"][:] = 1
+        weight = weight_of(life.sent, args.weigh)
         life.sent += 1
         life.note()
-        job.kv.push_pull(grads).wait()
+        job.kv.push_pull(grads, weight=weight).wait()
         life.acknowledged = life.sent
         life.note()
         if args.think:
             time.sleep(args.think)
     job.barrier("ledger")
     pulled = job.kv.pull()
-    acknowledged, lost, doubled, torn = verify(folder, [pulled[name] for name in names])
-    applied = float(pulled[names[0]].sum())
+    acknowledged, lost, doubled, torn = verify(folder, [pulled[name] for name in names], args.weigh)
+    rates = [rate_of(row, args.own_rates) for row in range(args.lives)]
+    applied = float(pulled[names[0]].sum(axis=1) @ rates)
     if not (pulled["x"] == -applied).all():
         torn += int(np.abs(pulled["x"] + applied).max())
     if job.is_chief:
