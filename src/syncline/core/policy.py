@@ -87,8 +87,6 @@ def _short(text: str) -> str:
 def policy_of(config: JobConfig) -> Policy:
     """The config's policy, checked against options that need certain policies."""
     policy = parse_policy(config.policy)
-    if config.sync_every > 1 and not policy.in_rounds:
-        raise ConfigError(f"--sync-every {config.sync_every} needs --policy sync; this job has {policy}")
     if config.window > 0 and policy.in_rounds:
         raise ConfigError(
             f"--window {config.window} needs --policy bounded:K or async: in sync a worker has one open clock"
@@ -100,6 +98,6 @@ def policy_of(config: JobConfig) -> Policy:
             f"policy = {config.policy!r}: of {least} {'worker' if least == 1 else 'workers'} at least one must be in "
             f"a round; {remedy}"
         )
-    if policy.in_rounds and config.sync_every == 1:
+    if policy.in_rounds and not config.steps_locally:
         return msgspec.structs.replace(policy, most_rounds=config.max_steps)
     return policy

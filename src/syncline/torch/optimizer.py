@@ -82,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
         self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
-        self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
+        self._local = LocalSteps(self._job, opt) if self._job.config.steps_locally else None
         self._sides = self._open_sides()
         self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
@@ -93,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
-        if self._local is None:  # with local steps its values are its own until the next average
+        if self._local is None or not self._in_rounds:  # in rounds local values are its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether this optimizer has its own state even if another one has the same parameters. In an embedded job
         it does: there each uploads the values that it finds. (Not on a GPU, nor with local steps.)
         """
-        is_plain = self._job.is_embedded and self._job.config.sync_every == 1
+        is_plain = self._job.is_embedded and not self._job.config.steps_locally
         return is_plain and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
@@ -387,7 +387,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
-        """For local steps: averages the deltas in the arena; the mean is received into the flat memory."""
+        """For local steps: pushes the deltas in the arena; new parameters are received into the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         push = Push(pushed=tuple(sorted(pushed)), weight=weight)
