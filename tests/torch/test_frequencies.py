@@ -13,6 +13,7 @@ import torch
 import torch.utils.data
 from tests.patience import PATIENCE
 
+from syncline import Rule
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker.job import Job
@@ -216,3 +217,98 @@ def test_a_worker_dies_between_two_pushes_and_comes_back(
             thread.join(PATIENCE)
         for values, _, _ in found.values():
             assert values["one"].tolist() == values["two"].tolist() == [LR] * num_samples
+
+
+# -- pulls ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("policy", "window"), [("async", 0), ("async", 2), ("bounded:2", 0), ("bounded:2", 1)])
+def test_every_push_counts_once_however_seldom_parameters_are_taken(
+    policy: str, window: int, place: tuple[int, int, str]
+) -> None:
+    with local_job(
+        workers=NUM_WORKERS, policy=policy, window=window, pull_every=4, **settings_of(place)
+    ) as jobs:  # fmt: skip
+        assert_each_once(jobs.run(walk))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_parameters_come_in_every_third_step_and_at_a_rest(device: str, servers: int, transport: str) -> None:
+    """In between the model stays as it was, also of its own pushes."""
+    with local_job(workers=1, policy="async", pull_every=3, servers=servers, transport=transport) as jobs:
+        model = Cells(4).to(device)
+        opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model=model, job=jobs[0])
+        seen = []
+        for _ in range(8):
+            model.mark([0, 1, 2, 3])
+            opt.step()
+            opt.wait()
+            seen.append((model.one[0].item(), model.two[3].item()))
+        assert [one for one, _ in seen] == [two for _, two in seen] == [0, 0, 1.5, 1.5, 1.5, 3.0, 3.0, 3.0]
+        jobs[0].rest()
+        assert model.one.tolist() == model.two.tolist() == [4.0] * 4
+        model.mark([0])
+        opt.step()
+        opt.pull()
+        assert model.one.tolist() == [4.5, 4.0, 4.0, 4.0]
+        for number in range(3):  # counted from the last pull, not from the last push that brought some
+            model.mark([1])
+            opt.step()
+            opt.wait()
+            assert model.one[1].item() == (5.5 if number == 2 else 4.0)
+
+
+def test_bytes_are_saved() -> None:
+    """Twelve pushes of 1 MiB over a socket: all of them go out, every fourth answer comes back with as much."""
+
+    def train(job: Job) -> tuple[int, int]:
+        model, optimizer = wrapped(job, 1 << 17)
+        before = job.exchange.stats()
+        for _ in range(12):
+            model.mark([0])
+            optimizer.step()
+        after = job.exchange.stats()
+        return after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received
+
+    for every, num_pulls in ((1, 12), (4, 3)):
+        with local_job(workers=1, policy="async", pull_every=every, transport="tcp") as jobs:
+            ((sent, received),) = jobs.run(train)
+        assert 12 << 20 <= sent < 13 << 20
+        assert num_pulls << 20 <= received < (num_pulls << 20) + (1 << 18)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("policy", ["async", "bounded:20"])
+def test_staleness_is_that_of_the_parameters_not_of_the_last_answer(policy: str, transport: str) -> None:
+    """Eight pushes, parameters with every fourth: each gradient is of parameters that lack 0, 1, 2, 3 updates."""
+    with local_job(workers=1, policy=policy, pull_every=4, transport=transport) as jobs:
+        model, optimizer = wrapped(jobs[0], 4)
+        for _ in range(8):
+            model.mark([0])
+            optimizer.step()
+        stats = jobs[0].stats()
+    assert (stats.staleness_max, stats.staleness_mean) == (3, 1.5)
+
+
+def test_a_push_without_a_pull_is_the_same_by_hand() -> None:
+    """`kv.push` takes no parameters: what it is pushed from gets staler, until a pull."""
+    with local_job(workers=1, policy="async,damped") as jobs:
+        job = jobs[0]
+        job.kv.register({"x": torch.zeros(4)}, Rule("SGD", lr=1.0))
+        for _ in range(2):
+            job.kv.push({"x": torch.full((4,), -1.0)}).wait()
+        assert job.kv.pull()["x"].tolist() == [1.5] * 4, "the second counts a half"
+        job.kv.push({"x": torch.full((4,), -1.0)}).wait()
+        assert job.kv.pull()["x"].tolist() == [2.5] * 4
+
+
+def test_a_server_dies_between_two_pulls() -> None:
+    with local_job(workers=NUM_WORKERS, policy="async", pull_every=5, **settings_of((2, 2, "tcp"))) as jobs:
+
+        def at(job: Job, step: int) -> None:
+            if job.name == "worker-0" and step == NUM_STEPS // 2:
+                jobs.kill("server-1")
+
+        assert_each_once(jobs.run(lambda job: walk(job, at)))

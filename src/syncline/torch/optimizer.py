@@ -93,6 +93,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
+        self._since_pull = 0  # with --pull-every: pushes since the last new parameters
+        if self._job.config.pull_every > 1:
+            self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._catch_up))
         if self._local is None or not self._in_rounds:  # in rounds local values are its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
@@ -317,6 +320,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
             finite=tuple(sorted(ids for g in self._gradients for ids in g.finite)) if not overflow else (),
         )
+        self._since_pull += 1
+        if self._since_pull < self._job.config.pull_every:
+            self._receiver.opened(self._job.exchange.commit(push, None))
+            return
+        self._since_pull = 0
         self._receiver.before_commit()
         self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
 
@@ -401,6 +409,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._local is not None:
             self._local.flush()
         self._receiver.pull()
+        self._since_pull = 0
+
+    def _catch_up(self) -> None:
+        """At a rest, a barrier and the end: takes the new parameters that --pull-every has left out."""
+        if self._since_pull:
+            self.pull()
 
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
         """The servers' running averages (`--average ema:D`) by parameter, if there are any."""

@@ -203,6 +203,7 @@ class Stage(Message, frozen=True):
     ready: list[int] = []  # before the commit: slices that lie in shared memory as they will be, it seems
     edited: bool = False  # at the commit: some of the slices staged before it have changed since
     early: bool = False  # at the commit: slices were staged before it, to be added up
+    reads: bool = True  # at the commit: the worker takes new parameters when it is answered
 
 
 class CommitStaged(Message, frozen=True):
@@ -214,6 +215,7 @@ class CommitStaged(Message, frozen=True):
     roll: RoundMembership | None = (
         None  # with spare workers and several servers: the word of the one that has slice 0
     )
+    reads: bool = True  # as in Stage
 
 
 class Committed(Message, frozen=True):
@@ -248,6 +250,7 @@ class GiveClip(Message, frozen=True):
     squared_norm: float
     pull: list[int]
     parts: bool = False
+    reads: bool = True  # as in Stage
 
 
 class Prefer(Message, frozen=True):
