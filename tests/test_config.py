@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -64,6 +64,7 @@ def test_whole_seconds_are_seconds() -> None:
         ({"workers": 10**12}, "workers = 1000000000000: must be at most 65536"),
         ({"servers": 0}, "servers = 0: must be at least 1"),
         ({"sync_every": 0}, "sync_every = 0: must be at least 1"),
+        ({"pull_every": 0}, "pull_every = 0: must be at least 1"),
         ({"window": -1}, "window = -1: must be at least 0"),
         ({"window": 1024}, "window = 1024: must be at most 1023"),
         ({"bad_pushes": 0}, "bad_pushes = 0: must be at least 1"),
@@ -90,8 +91,24 @@ def test_a_value_that_cannot_be_says_what_can(settings: dict[str, Any], message:
 
 def test_every_number_has_limits() -> None:
     """A number without them would be met by a traceback far from where it was typed."""
-    numbers = {field.name for field in msgspec.structs.fields(JobConfig) if field.type in (int, float)}
+    numbers = {
+        field.name for field in msgspec.structs.fields(JobConfig) if field.type in (int, float, int | Literal["auto"])
+    }
     assert set(config.LIMITS) == numbers
+
+
+@pytest.mark.parametrize(("said", "is_local"), [("auto", True), (1, False), (4, True)])
+def test_sync_every_is_a_number_or_auto(said: Any, is_local: bool) -> None:
+    """As `auto` it is kept and carried as the user said it, to members and into manifests."""
+    assert check_known({"sync_every": said}, "here") == {"sync_every": said}
+    found = resolve({"sync_every": said})
+    assert (found.sync_every, found.steps_locally) == (said, is_local)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=JobConfig) == found
+
+
+def test_sync_every_is_no_other_word() -> None:
+    with pytest.raises(ConfigError, match="here: sync_every = 'often': must be a number of steps, or auto"):
+        check_known({"sync_every": "often"}, "here")
 
 
 def test_a_folder_without_the_file_has_no_settings(tmp_path: pathlib.Path) -> None:

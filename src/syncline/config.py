@@ -11,7 +11,7 @@ import os
 import pathlib
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -71,6 +71,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "coordinator_seconds": (0.0, 1e9),
     "leave_seconds": (1e-3, 1e9),
     "sync_every": (1, 1 << 40),
+    "pull_every": (1, 1 << 40),
     "window": (0, 1023),
     "bad_pushes": (1, 1 << 40),
     "slice_bytes": (64, 1 << 40),
@@ -104,11 +105,14 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
     sums: str = "ours"  #: in a ring, what adds up gradients: ours; gloo or nccl, through torch.distributed
     trust_network: bool = False  #: gloo and nccl may speak in the clear between hosts, and to anyone
-    sync_every: int = 1  #: H > 1: step locally H times, then average (sync only)
+    sync_every: int | Literal["auto"] = (
+        1  #: H > 1: push the change of H local steps; auto: H by the time spent waiting
+    )
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
     pull_codec: str = ""  #: the same for the parameters that answer a push, in a ring for sums; not topk
     codec_exempt: str = ""  #: names of parameters that are never encoded: *.bias,norm*
+    pull_every: int = 1  #: push in every step, take new parameters in every P-th only (bounded, async)
     window: int = 0  #: commits of its own that a worker may leave unanswered (bounded, async)
     check_finite: bool = True  #: refuse pushes with NaN or Inf in them
     bad_pushes: int = 3  #: so many refused in a row quarantine their worker: it only pulls
@@ -148,6 +152,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.exchange == "ring"
 
     @property
+    def steps_locally(self) -> bool:
+        """Whether workers make local steps between two pushes."""
+        return self.sync_every != 1
+
+    @property
     def has_process_group(self) -> bool:
         """Whether torch.distributed adds up gradients, among the servers of a ring."""
         return self.is_ring and self.sums != "ours"
@@ -166,6 +175,8 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise ConfigError(f"{source}: unknown setting {key!r}; choose from: {known}{hint}")
         if key == "stop" and isinstance(value, str):
             value = (value,)  # one rule needs no list
+        if key == "sync_every" and isinstance(value, str) and value != "auto":
+            raise ConfigError(f"{source}: sync_every = {value!r}: must be a number of steps, or auto")
         try:
             checked[key] = msgspec.convert(value, _FIELDS[key], strict=True)
         except msgspec.ValidationError as error:
@@ -186,6 +197,8 @@ def resolve(*layers: Mapping[str, Any]) -> JobConfig:
 def _check_values(config: JobConfig) -> None:
     for name, (least, most) in LIMITS.items():
         value = getattr(config, name)
+        if value == "auto":
+            continue
         if not value >= least:
             raise ConfigError(f"{name} = {value}: must be at least {least}")
         if value > most:

@@ -44,10 +44,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     wait: float = 0.0  #: for the servers to answer; they apply in it
     pull: float = 0.0  #: new parameters into their place
     apply: float = 0.0  #: the servers' rules, by their own clocks: within `wait`, or beside it with a window
+    steps_per_push: int = 1  #: local steps that it makes for a push now: H of --sync-every
 
     @property
     def total(self) -> float:
         return self.compute + self.stage + self.wait + self.pull
+
+    @property
+    def exchange(self) -> float:
+        """What it took to push and to get new parameters."""
+        return self.stage + self.wait + self.pull
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +85,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     cores: str = ""  #: of its own, e.g. 0-3
     samples_per_second: float = 0.0
+    steps_per_push: int = 1  #: of a worker: local steps that it makes for a push now
     share: float = 0.0  #: its part of the samples that the workers have read
     pid: int = 0  #: of its process, on its host
 

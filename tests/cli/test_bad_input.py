@@ -62,9 +62,23 @@ def refused(
         (["--max-restarts", "-1", "train.py"], "max_restarts = -1: must be at least 0"),
         (["--deadline-seconds", "0", "train.py"], "deadline_seconds = 0.0: must be at least 0.001"),
         (["--sync-every", "0", "train.py"], "sync_every = 0: must be at least 1"),
+        (["--sync-every", "often", "train.py"], "--sync-every 'often': must be a number of steps, or auto"),
         (
-            ["--sync-every", "4", "--policy", "async", "train.py"],
-            "--sync-every 4 needs --policy sync; this job has async",
+            ["--sync-every", "auto", "--policy", "async", "--window", "1", "train.py"],
+            "--sync-every auto and --window 1 cannot be combined: local steps go on from the parameters",
+        ),
+        (["--pull-every", "0", "train.py"], "pull_every = 0: must be at least 1"),
+        (
+            ["--pull-every", "4", "train.py"],
+            "--pull-every 4 needs --policy bounded:K or async, on servers: in sync all workers of a round",
+        ),
+        (
+            ["--pull-every", "4", "--exchange", "ring", "train.py"],
+            "--pull-every 4 needs --policy bounded:K or async, on servers: in a ring all workers of a round",
+        ),
+        (
+            ["--pull-every", "4", "--sync-every", "4", "--policy", "async", "train.py"],
+            "--pull-every 4 and --sync-every 4 cannot be combined",
         ),
         (["--window", "1", "train.py"], "--window 1 needs --policy bounded:K or async"),
         (["--bad-pushes", "0", "train.py"], "bad_pushes = 0: must be at least 1"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,11 +84,11 @@ def test_what_is_staler_counts_less(staleness: int, more: int) -> None:
     assert plain.damping(staleness) == 1.0
 
 
-@pytest.mark.parametrize("policy", ["async", "bounded:2"])
-def test_sync_every_needs_sync(policy: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"--sync-every 4 needs --policy sync; this job has {policy}")):
-        policy_of(JobConfig(policy=policy, sync_every=4))
-    assert policy_of(JobConfig(policy="sync", sync_every=4)) == Policy("sync")
+@pytest.mark.parametrize("policy", ["sync", "async", "bounded:2"])
+def test_local_steps_leave_a_policy_as_it_is(policy: str) -> None:
+    """Not `most_rounds`: with local steps --max-steps counts these, and rounds are fewer."""
+    for every in (4, "auto"):
+        assert policy_of(JobConfig(policy=policy, sync_every=every, max_steps=9)) == parse_policy(policy)
 
 
 def test_a_window_needs_another_policy_than_sync() -> None:

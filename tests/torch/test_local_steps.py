@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 
-from syncline.errors import ConfigError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker.job import Job
@@ -92,9 +90,3 @@ def test_any_optimizer_will_do() -> None:
     with local_job(workers=2, sync_every=2) as jobs:
         one, two = jobs.run(train)
     assert torch.equal(one, two) and not torch.equal(one, LINEAR.weight)
-
-
-def test_it_needs_sync() -> None:
-    message = r"--sync-every 4 needs --policy sync; this job has bounded:2"
-    with pytest.raises(ConfigError, match=message), local_job(policy="bounded:2", sync_every=4):
-        pass

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from syncline.errors import ConfigError
 from syncline.launch.saving import parse_bytes
 
 
@@ -69,7 +70,12 @@ def _options(
         ),
     ] = None,
     sync_every: Annotated[
-        int | None, typer.Option(metavar="H", help="Step locally H times, then average (sync only).")
+        str | None,
+        typer.Option(
+            metavar="H|auto",
+            help="Step locally H times, then push the change: sync averages the workers' changes, bounded and async "
+            "add each. auto: H from 1 to 64, by the time spent waiting. [default: 1]",
+        ),
     ] = None,
     outer: Annotated[
         str | None,
@@ -88,6 +94,13 @@ def _options(
     ] = None,
     codec_exempt: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Parameters that are never encoded: '*.bias,norm*'.")
+    ] = None,
+    pull_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P",
+            help="Push in every step, take new parameters in every P-th only (bounded, async). [default: 1]",
+        ),
     ] = None,
     window: Annotated[
         int | None, typer.Option(metavar="W", help="Commits a worker may leave unanswered (bounded, async).")
@@ -211,6 +224,15 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("check_finite", "preload"):
         if settings.pop(f"no_{name}", False):
             settings[name] = False
+    if (every := settings.get("sync_every", "auto")) != "auto":
+        settings["sync_every"] = _steps("--sync-every", every)
     if "save_memory" in settings:
         settings["save_memory"] = parse_bytes("--save-memory", settings["save_memory"])
     return settings
+
+
+def _steps(option: str, said: str) -> int:
+    try:
+        return int(said)
+    except ValueError:
+        raise ConfigError(f"{option} {said!r}: must be a number of steps, or auto") from None

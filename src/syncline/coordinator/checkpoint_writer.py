@@ -49,6 +49,7 @@ class SnapshotPoint:
     versions: int
     seconds: float
     barrier_seconds: float = 0.0  # how long commits were held
+    local_step: int = 0  # with --sync-every: steps of the worker that has made the most
 
 
 class CheckpointWriter:
@@ -75,7 +76,7 @@ class CheckpointWriter:
         config = self._job.config
         root = open_folder(config.checkpoint)
         root.make()
-        step = point.num_updates * config.sync_every
+        step = (point.local_step or self._job.step()) if config.steps_locally else point.num_updates
         saves = self._job.membership.state.saves
         folder = checkpoints.begin(root, checkpoints.next_number(root), step, saves.lineage, saves.token)
         try:

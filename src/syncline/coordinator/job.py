@@ -22,7 +22,7 @@ from syncline.core.reconfigure import Planner
 from syncline.core.registry import Registry
 from syncline.core.slice_state import Identity
 from syncline.core.stopping import Steering
-from syncline.core.wire.control import Heartbeat, Report, Roster
+from syncline.core.wire.control import CommittedSteps, Heartbeat, Report, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, StoreError
 from syncline.net.rpc import Call, Endpoint, Request
@@ -123,6 +123,7 @@ class JobContext:
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
         self.rates: dict[str, dict[str, float]] = {}  # the learning rates that each worker reported last
+        self.committed: dict[str, CommittedSteps] = {}  # with --sync-every: as each worker reported last
         self.events: collections.deque[str] = collections.deque(maxlen=MOST_EVENTS)
         self.retiring: set[str] = set()
         self.evicted: dict[str, str] = {}  # names, with the reason
@@ -238,7 +239,7 @@ class JobContext:
     def step(self) -> int:
         """The step of the job: the updates that reached the servers, or the local steps of the workers."""
         updates = max((heartbeat.num_updates for heartbeat, _ in self.heartbeats.values()), default=0)
-        if updates and self.config.sync_every == 1:
+        if updates and not self.config.steps_locally:
             return updates
         # Inside one process members send no heartbeats: the workers' reports count.
         return max((report.job_step or report.step for report in self.reports.values()), default=0)

@@ -210,7 +210,7 @@ class MetricService:
 
     def _step(self) -> int:
         """The step of the job by the workers' reports: the slowest worker's, if workers take local steps."""
-        if self._job.config.sync_every > 1:
+        if self._job.config.steps_locally:
             return min((self._steps.get(name, 0) for name in self._participants()), default=0)
         return max(self._steps.values(), default=0)
 

@@ -77,12 +77,19 @@ class RosterService:
             step = max([self._job.step(), *(server.most_updates for server in servers)])
             lives = [
                 GivenLife(
-                    state.lives.get(name, 1), step, state.settled.get(name, (0, 0))[1], self._rates_known_to(name)
+                    state.lives.get(name, 1), step, commits, self._rates_known_to(name), self._steps_in(name, commits)
                 )
-                for name in (request.peer.name for request in requests)
+                for name, commits in (
+                    (request.peer.name, state.settled.get(request.peer.name, (0, 0))[1]) for request in requests
+                )
             ]
         for request, given in zip(requests, lives, strict=True):
             request.reply(given)
+
+    def _steps_in(self, name: str, commits: int) -> int:
+        """Under the lock: the local steps in these commits of this name; 0: unknown."""
+        known = self._job.committed.get(name)
+        return known.at(commits) if known is not None else 0
 
     def _rates_known_to(self, name: str) -> dict[str, list[float]]:
         """Under the lock: the last learning rates of this name, each with those of the other workers."""

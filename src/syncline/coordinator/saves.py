@@ -183,6 +183,15 @@ def take_snapshot(job: JobContext, calls: ServerCalls, cut: SnapshotAttempt) -> 
     return point
 
 
+def local_step_at(point: SnapshotPoint, noted: Mapping[str, Noted]) -> int:
+    """With local steps: the steps of the worker that has made the most. Commits after the boundary that a worker has
+    noted contain as many steps as it made for a commit then.
+    """
+    clocks = {name: point.clocks.get((name, point.workers.get(name, 0)), note.clock) for name, note in noted.items()}
+    steps = (note.step + (clocks[name] - note.clock) * note.steps_per_push for name, note in noted.items())
+    return max([0, *steps])
+
+
 class SaveService:
     """All saves of a job, one at a time."""
 
@@ -495,6 +504,8 @@ class SaveService:
 
     def _write(self, save: SaveInProgress, point: SnapshotPoint) -> None:
         noted = [name for name, call in save.expects.items() if isinstance(call.answer, Noted | Done)]
+        answers = {name: call.answer for name, call in save.expects.items() if isinstance(call.answer, Noted)}
+        point.local_step = local_step_at(point, answers)
         try:
             made = self._writer.write(point, noted, save.chief, save.request.turn)
         except ConnectionLost as error:

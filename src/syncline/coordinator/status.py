@@ -82,6 +82,8 @@ class StatusService:
             self._job.reports[request.peer.name] = message
             if message.rates:
                 self._job.rates[request.peer.name] = message.rates
+            if message.committed.commits:
+                self._job.committed[request.peer.name] = message.committed
             self._saves.note_progress()
         if request.number:
             request.reply(Done())
@@ -153,7 +155,7 @@ class StatusService:
         At the end of a job the reports may be newer than the heartbeats: the higher step counts.
         """
         pushed, config = self.pushed(), self._job.config
-        if not (pushed.socket or config.sync_every > 1 or config.codec):
+        if not (pushed.socket or config.steps_locally or config.codec):
             return ""
         return pushed_told(pushed, max([self._job.step(), *(r.job_step for r in self._job.reports.values())]))
 
@@ -291,6 +293,7 @@ class StatusService:
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
+            steps_per_push=report.times.steps_per_push if report is not None else 1,
             share=self.worker_shares().get(name, 0.0),
         )
 
@@ -360,8 +363,8 @@ def _advice(known: Mapping[str, StepTimes], applied: float, config: JobConfig) -
     ):
         if shares[phase] >= WORTH:
             remedies = ["larger batches"]
-            if config.policy == "sync" and config.sync_every == 1 and len(known) > 1:
-                remedies.append("--sync-every H (fewer bytes)")
+            if not config.steps_locally and not config.window and len(known) > 1:
+                remedies.append("--sync-every H, or auto (fewer bytes)")
             yield f"{shares[phase]:.0%} of the step is spent on {what}{_try(remedies)}"
 
 

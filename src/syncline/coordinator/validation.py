@@ -75,7 +75,7 @@ class BestCheckpoint:
     @property
     def wants_local_candidates(self) -> bool:
         """Under the lock: with local steps, the model of each worker is a candidate."""
-        return self.wants_save and self._job.config.sync_every > 1
+        return self.wants_save and self._job.config.steps_locally
 
     def mean_folder(self) -> str:
         """Under the lock: the folder of the mean of the last checkpoints."""

@@ -111,8 +111,6 @@ def _short(text: str) -> str:
 def policy_of(config: JobConfig) -> Policy:
     """The config's policy, checked against options that need certain policies."""
     policy = parse_policy(config.policy)
-    if config.sync_every > 1 and not policy.in_rounds:
-        raise ConfigError(f"--sync-every {config.sync_every} needs --policy sync; this job has {policy}")
     if config.window > 0 and policy.in_rounds:
         raise ConfigError(
             f"--window {config.window} needs --policy bounded:K or async: in sync a worker has one open clock"
@@ -136,7 +134,7 @@ def policy_of(config: JobConfig) -> Policy:
         )
     if config.lr_per_worker and config.is_ring:
         raise ConfigError("--lr-per-worker needs servers: leave out --exchange ring")
-    in_steps = policy.in_rounds and config.sync_every == 1
+    in_steps = policy.in_rounds and not config.steps_locally
     return msgspec.structs.replace(
         policy,
         most_rounds=config.max_steps if in_steps else 0,

@@ -226,7 +226,7 @@ def outer_of(config: JobConfig) -> Rule | None:
     """The config's outer rule, if it has one."""
     if not config.outer:
         return None
-    if config.sync_every == 1:
+    if not config.steps_locally:
         raise ConfigError(
             f"--outer {_short(config.outer)} needs --sync-every H: it takes the mean of what H local steps changed"
         )

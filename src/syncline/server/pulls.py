@@ -13,7 +13,18 @@ import numpy as np
 from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Done
-from syncline.core.wire.traffic import Committed, Pin, Pull, Pulled, Unpin, Verified, Verify
+from syncline.core.wire.traffic import (
+    CommitStaged,
+    Committed,
+    GiveClip,
+    Pin,
+    Pull,
+    Pulled,
+    Stage,
+    Unpin,
+    Verified,
+    Verify,
+)
 from syncline.errors import ConnectionLost, ProtocolError, Refresh, SynclineError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.transport import Buffer, buffer_of
@@ -97,11 +108,14 @@ class Pulls:
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
     def committed(self, request: Request, clock: int, item: StagedCommit, roll: RoundMembership | None) -> None:
-        """Replies to a commit of a worker that reads shared memory, with versions only."""
+        """Replies with versions only: the worker reads shared memory, or takes no parameters (`reads`)."""
         versions = []
-        worker = request.peer.name
+        worker, message = request.peer.name, request.message
+        reads = not isinstance(message, Stage | CommitStaged | GiveClip) or message.reads
         for slot in self._by_id:
-            version = slot.state.seen[worker] = slot.state.version
+            version = slot.state.version
+            if reads:
+                slot.state.seen[worker] = version
             versions.append(version)
         request.reply(Committed(clock, versions, [], item.clocks, item.is_late, roll, item.is_skipped))
 

@@ -108,7 +108,9 @@ class DeviceReceiver:
     def opened(self, ticket: ServersTicket) -> None:
         with self._lock:
             self._tickets.append(ticket)
-            if not self._window:
+            if ticket.target is None and not self._landed:
+                return
+            if ticket.target is not None and not self._window:
                 self._due = ticket
             self._await()
 
@@ -119,7 +121,7 @@ class DeviceReceiver:
             self._tickets.popleft()
             if ticket is self._due:
                 self._due = None  # its parameters are awaited already
-            else:
+            elif ticket.target is not None:
                 self._landed = True
 
     def _await(self) -> None:

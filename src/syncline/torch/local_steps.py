@@ -1,6 +1,8 @@
-"""`--sync-every H`: the user's optimizer makes H local steps, then the workers' deltas are averaged.
+"""`--sync-every H`: the user's optimizer makes H local steps, then their delta is pushed.
 
-The servers add the mean to the parameters, or (`--outer`) use it as the gradient of their own rule.
+In `sync` the servers add the mean of all workers' deltas to the parameters. In `bounded` and `async` they add each
+worker's delta in full when it arrives. With `--outer` the mean, or each delta, is the gradient of a rule there. The
+answer has the servers' new parameters, with the deltas of the other workers: from there the next steps begin.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import torch
 
 from syncline.core.layout import Ranges, to_ranges
 from syncline.core.rule import Rule, outer_of
+from syncline.core.sync_interval import SyncInterval
+from syncline.stats import StepTimes
 from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
 from syncline.worker.job import Job
 
@@ -20,19 +24,24 @@ class LocalSteps:
     """Counts local steps and sends their deltas. Optimizer state stays on the worker."""
 
     def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
-        self._job, self._opt, self._every = job, opt, job.config.sync_every
+        self._job, self._opt, self._interval = job, opt, SyncInterval(job.config.sync_every)
+        self._clock = job.exchange.times
+        self._clock.steps_per_push = self._interval.steps
+        self._times = StepTimes()  # at the end of the last push
         outer = outer_of(job.config)
         self.rule = outer or Rule("Add")  #: for registering the parameters
         self._is_gradient = outer is not None
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
         job.before_rest(self.flush)
+        if not job.in_rounds:  # at a barrier, too: nothing waits for the other workers
+            job.before_settle(self.flush)
         job.boundary.hold_back(lambda: self._steps > 0)
 
     def begin(
         self, tracked: Sequence[Tracked], flat: FlatMemory, synchronise: Callable[[float, Ranges], None]
     ) -> None:
-        """The flat memory holds the last averaged parameters, the base of deltas."""
+        """The flat memory holds the parameters of the last answer, the base of deltas."""
         self._tracked, self._flat, self._synchronise = tracked, flat, synchronise
 
     def step(self, weight: float, scale: torch.Tensor | None, overflow: bool, clip_norm: float | None) -> None:
@@ -47,28 +56,37 @@ class LocalSteps:
         self._steps += 1
         self._weight += weight
         self._job.stepped()
-        if self._steps == self._every:
+        if self._steps >= self._interval.steps:
             self.flush()
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Sends the deltas of the steps since the last averaging, if any."""
+        """Pushes the delta of the steps since the last push, if any, and takes the new parameters."""
         if not self._steps:
             return
         self._job.validation.before_average()
-        exchange = self._job.exchange
-        exchange.times.lap("compute")
-        exchange.times.num_steps += self._steps - 1  # the commit counts as one
-        layout = exchange.layout
-        for position, item in enumerate(self._tracked):
+        exchange, layout, num_steps = self._job.exchange, self._job.exchange.layout, self._steps
+        ends = [item.tensor.detach().to("cpu") for item in self._tracked]  # waits for a GPU: that is computing
+        self._clock.lap("compute")
+        self._clock.num_steps += num_steps - 1  # the commit counts as one
+        for position, (item, end) in enumerate(zip(self._tracked, ends, strict=True)):
             segment, index = layout.where[item.name]
             arena = exchange.arena(segment.index)
             target = as_tensor(arena, segment.offsets[index], item.tensor.shape, item.tensor.dtype)
-            start, end = self._flat.view(position), item.tensor.detach().to("cpu")
+            start = self._flat.view(position)
             # A rule descends along its gradient, so the gradient is the negative delta.
             torch.sub(*((start, end) if self._is_gradient else (end, start)), out=target)
         weight, self._steps, self._weight = self._weight, 0, 0.0
         self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))
+        self._measure(num_steps)
+
+    def _measure(self, num_steps: int) -> None:
+        """The push is answered: its steps count, and with `auto` the number of the next ones may change."""
+        before, self._times = self._times, self._clock.times()
+        now = self._times
+        if self._interval.pushed(num_steps, now.compute - before.compute, now.exchange - before.exchange):
+            self._clock.steps_per_push = self._interval.steps
+        self._job.pushed_local_steps()
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
         self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
-        self._local = LocalSteps(self._job, opt) if self._job.config.sync_every > 1 else None
+        self._local = LocalSteps(self._job, opt) if self._job.config.steps_locally else None
         self._sides = self._open_sides()
         self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
@@ -95,7 +95,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver = self._make_receiver()
         self._notices.mind_changes(self._tracked)
         self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._settle))
-        if self._local is None:  # with local steps its values are its own until the next average
+        self._since_pull = 0  # with --pull-every: pushes since the last new parameters
+        if self._job.config.pull_every > 1:
+            self._job.before_settle(_as_long_as_alive(self, DistributedOptimizer._catch_up))
+        if self._local is None or not self._in_rounds:  # in rounds local values are its own until the next average
             self._job.after_wait(_as_long_as_alive(self, DistributedOptimizer.pull))
         self._registered = True
         self._remember()
@@ -105,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether this optimizer has its own state even if another one has the same parameters. In an embedded job
         it does: there each uploads the values that it finds. (Not on a GPU, nor with local steps.)
         """
-        is_plain = self._job.is_embedded and self._job.config.sync_every == 1
+        is_plain = self._job.is_embedded and not self._job.config.steps_locally
         return is_plain and all(item.tensor.device.type == "cpu" for item in items)
 
     def _remember(self) -> None:
@@ -320,6 +323,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_staged=frozenset().union(*(g.as_staged for g in self._gradients)) if not overflow else frozenset(),
             finite=tuple(sorted(ids for g in self._gradients for ids in g.finite)) if not overflow else (),
         )
+        self._since_pull += 1
+        if self._since_pull < self._job.config.pull_every:
+            self._receiver.opened(self._job.exchange.commit(push, None))
+            return
+        self._since_pull = 0
         self._receiver.before_commit()
         self._receiver.opened(self._job.exchange.commit(push, self._receiver.target))
 
@@ -390,7 +398,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._receiver.settle()
 
     def _synchronise(self, weight: float, pushed: Ranges) -> None:
-        """For local steps: averages the deltas in the arena; the mean is received into the flat memory."""
+        """For local steps: pushes the deltas in the arena; new parameters are received into the flat memory."""
         if self._buffers is not None:
             pushed += self._buffers.collect()
         # The delta of short batches is small by itself: it counts in full.
@@ -405,6 +413,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._local is not None:
             self._local.flush()
         self._receiver.pull()
+        self._since_pull = 0
+
+    def _catch_up(self) -> None:
+        """At a rest, a barrier and the end: takes the new parameters that --pull-every has left out."""
+        if self._since_pull:
+            self.pull()
 
     def read_average(self) -> dict[torch.Tensor, torch.Tensor]:
         """The servers' running averages (`--average ema:D`) by parameter, if there are any."""

@@ -37,7 +37,7 @@ class ParameterReceiver(Protocol):
         """The servers' memory will be written again: ends all reads of it."""
 
     def opened(self, ticket: ServersTicket) -> None:
-        """A commit is in flight."""
+        """A commit is in flight. Without a target it brings no parameters (`--pull-every`)."""
 
     def wait(self) -> None:
         """All pushes outside the window are received into the model."""
@@ -90,8 +90,7 @@ class HostReceiver:
         landed = False
         while len(self._tickets) > window:
             self._tickets[0].wait()
-            self._tickets.popleft()
-            landed = True
+            landed = self._tickets.popleft().target is not None or landed
         if landed:
             self.spread()
 

@@ -13,7 +13,7 @@ from typing import Any
 from syncline.config import JobConfig
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
-from syncline.core.wire.control import AskLife, Barrier, GivenLife, Joined, Leave, Passed, Roster
+from syncline.core.wire.control import AskLife, Barrier, CommittedSteps, GivenLife, Joined, Leave, Passed, Roster
 from syncline.core.wire.message import Message
 from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
@@ -83,6 +83,7 @@ class Job:
         self._closed = threading.Event()
         self._place = (0, 1, 0)  # rank, world size, local rank
         self.own_step = 0  #: steps of this worker, in all its lives
+        self.committed = CommittedSteps()  #: with local steps: how many of them its commits contain
         self.barrier_turns: dict[str, int] = {}
         self._before_rest: list[Callable[[], None]] = []
         self._after_wait: list[Callable[[], None]] = []
@@ -99,7 +100,7 @@ class Job:
         self._take_place(handlers.rosters.newest)
         self._make_parts(joined, dial, stamp, peers)
         self.life = WorkerLife(self._ask_life(joined), in_rounds=self.in_rounds)
-        self.own_step = self.life.own_step * self.config.sync_every
+        self.own_step = self._steps_before()
         self.exchange.has_stepped_to(self.life.step)
         if not embedded:
             self.reporting.begin(self._closed)
@@ -164,6 +165,13 @@ class Job:
         answer = self.ask(AskLife())
         assert isinstance(answer, GivenLife)
         return answer
+
+    def _steps_before(self) -> int:
+        """This worker's steps in earlier lives. With local steps the coordinator knows from reports how many the
+        commits contain; a coordinator that was restarted since knows only their number.
+        """
+        life, every = self.life, self.config.sync_every
+        return life.local_steps or life.own_step * (1 if every == "auto" else every)
 
     # -- who I am -----------------------------------------------------------------------------------------
 
@@ -282,7 +290,7 @@ class Job:
         worker, is. Returns the step to go on at: in `sync` others may have gone on meanwhile, and wait for this
         worker from now on. So it is called right before the loop: `for step in range(job.resume_at(), n):`
         """
-        in_rounds = self.in_rounds and self.config.sync_every == 1
+        in_rounds = self.in_rounds and not self.config.steps_locally
         known = self.step if in_rounds else self.own_step
         step = known if step is None else checked_step(step)
         self.life.has_resumed = True
@@ -295,6 +303,11 @@ class Job:
         self.boundary.stepped()
         self._handlers.pacing.slow_down(self.leave_if_retiring)
 
+    def pushed_local_steps(self) -> None:
+        """All local steps so far are in commits."""
+        commits = self.life.own_step + self.exchange.clock
+        self.committed = CommittedSteps(commits, self.own_step, self.exchange.times.steps_per_push)
+
     @property
     def step(self) -> int:
         """The job's steps so far, as this worker knows them: what a schedule goes by.
@@ -303,7 +316,7 @@ class Job:
         workers. A worker that joins later, or starts again, goes on where the job is. What counts is the parameter
         that was updated most often. With `sync_every`, where most steps are made locally: this worker's own.
         """
-        if self.config.sync_every > 1:
+        if self.config.steps_locally:
             return self._checkpoints.resume.own_step + self.own_step
         return self.exchange.num_updates
 

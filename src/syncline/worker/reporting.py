@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from syncline.config import JobConfig
-from syncline.core.wire.control import AskStats, GivenStats, Heartbeat, Report
+from syncline.core.wire.control import AskStats, CommittedSteps, GivenStats, Heartbeat, Report
 from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.net.link import Link
@@ -34,6 +34,7 @@ class ReportingJob(Protocol):
     measures: Measures
     life: WorkerLife
     own_step: int
+    committed: CommittedSteps
 
     @property
     def step(self) -> int: ...
@@ -122,7 +123,7 @@ class WorkerReporting:
             self._link.tell(
                 Report(
                     job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed,
-                    job.life.has_position, job.rates(), job.samples.run_done >= 1.0,
+                    job.life.has_position, job.rates(), job.samples.run_done >= 1.0, job.committed,
                 )
             )  # fmt: skip
 

@@ -52,7 +52,7 @@ class WorkerLife:
     def __init__(self, given: GivenLife, *, in_rounds: bool) -> None:
         self.number = given.number  #: from 1 on
         #: of the job and of this name at the start of this life
-        self.step, self.own_step = given.step, given.own_step
+        self.step, self.own_step, self.local_steps = given.step, given.own_step, given.local_steps
         self._in_rounds = in_rounds
         self.has_resumed = False  #: the script has called `job.resume_at`
         self.has_position = True  #: whether the last commit had a position

@@ -98,7 +98,7 @@ class LocalCandidates:
     def __init__(self, job: ValidatingJob) -> None:
         self._job = job
         config = job.config
-        self.is_wanted = config.sync_every > 1 and bool(config.best and config.checkpoint)
+        self.is_wanted = config.steps_locally and bool(config.best and config.checkpoint)
         self._kept: tuple[int, dict[str, Array]] = (0, {})
 
     def keep(self, turn: int, models: list[Model]) -> None:

@@ -28,7 +28,7 @@ class StepClock:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._last: float | None = None
-        self.num_steps = 0
+        self.num_steps, self.steps_per_push = 0, 1
         self.measured = (0, 0.0)  #: samples of all steps so far, and their working time
 
     def lap(self, phase: str) -> None:
@@ -56,7 +56,7 @@ class StepClock:
         self.measured = (samples, self.work_seconds)
 
     def times(self) -> StepTimes:
-        return StepTimes(num_steps=self.num_steps, **self._seconds)
+        return StepTimes(num_steps=self.num_steps, steps_per_push=self.steps_per_push, **self._seconds)
 
 
 class ValidationCalled(Exception):  # no error

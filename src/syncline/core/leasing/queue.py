@@ -57,7 +57,7 @@ class LeaseQueue(Generic[R]):
     def leasing(self) -> Leasing:
         if self._leasing is None:
             state, policy = self._membership.state, policy_of(self._membership.state.config)
-            is_exact = policy.stands_still and state.config.sync_every == 1
+            is_exact = policy.stands_still and not state.config.steps_locally
             self._leasing = Leasing(state.leases, in_rounds=policy.in_rounds, is_exact=is_exact)
         return self._leasing
 

@@ -40,6 +40,8 @@ class Noted(Message, frozen=True):
 
     clock: int
     num_commits: int = 1
+    step: int = 0  # with --sync-every: this worker's steps at that boundary, also before a resume
+    steps_per_push: int = 1
 
 
 class WriteScript(Message, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from syncline.config import JobConfig
 from syncline.core.layout import Parameter, Segment
 from syncline.core.members import Address, Member, Standing
@@ -75,6 +77,7 @@ class GivenLife(Message, frozen=True):
     step: int = 0  # of the job
     own_step: int = 0  # commits of earlier lives that count
     rates: dict[str, list[float]] = {}  # last learning rates of this name, and current ones of other workers
+    local_steps: int = 0  # with --sync-every: the steps in these commits, as far as reported; 0: unknown
 
 
 class AskRoster(Message, frozen=True):
@@ -195,6 +198,18 @@ class Passed(Message, frozen=True):
     turn: int = 0  # if passed earlier: the last turn that was passed
 
 
+class CommittedSteps(msgspec.Struct, frozen=True, array_like=True):
+    """With local steps: how many steps of a worker are in its commits, over all its lives."""
+
+    commits: int = 0
+    steps: int = 0
+    steps_per_push: int = 1
+
+    def at(self, commits: int) -> int:
+        """The steps in so many commits; those after the report are assumed to be as long as the last."""
+        return max(0, self.steps + (commits - self.commits) * self.steps_per_push)
+
+
 class Report(Message, frozen=True):
     """A worker's progress; not answered."""
 
@@ -210,6 +225,7 @@ class Report(Message, frozen=True):
     has_position: bool = True  # of its last commit: a restarted worker could continue after it
     rates: dict[str, float] = {}  # its learning rates now
     is_through: bool = False  # it has finished the run, if its script says how long that is
+    committed: CommittedSteps = CommittedSteps()  # with --sync-every
 
 
 class AskStats(Message, frozen=True):

@@ -207,6 +207,7 @@ class Stage(Message, frozen=True):
     early: bool = False  # at the commit: slices were staged before it, to be added up
     nominal: float = 1.0  # in bounded and async: the weight of a push that counts in full
     squared_norm: float = 0.0  # with --aggregate norm-clipped: of its gradients, over all servers
+    reads: bool = True  # at the commit: the worker takes new parameters when it is answered
 
 
 class CommitStaged(Message, frozen=True):
@@ -218,6 +219,7 @@ class CommitStaged(Message, frozen=True):
     roll: RoundMembership | None = (
         None  # with spare workers and several servers: the word of the one that has slice 0
     )
+    reads: bool = True  # as in Stage
 
 
 class Committed(Message, frozen=True):
@@ -252,6 +254,7 @@ class GiveClip(Message, frozen=True):
     squared_norm: float
     pull: list[int]
     parts: bool = False
+    reads: bool = True  # as in Stage
 
 
 class Prefer(Message, frozen=True):

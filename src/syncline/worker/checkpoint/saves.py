@@ -42,13 +42,18 @@ class ScriptSaves:
     def __init__(
         self, name: str, boundary: Boundary, state: ScriptState,
         num_landed: Callable[[], int], facts: Callable[[], dict[str, Any]], say: Callable[[str], None],
+        steps_per_push: Callable[[], int] = lambda: 1,
     ) -> None:  # fmt: skip
-        """`num_landed`: this worker's answered commits; no snapshot can be earlier."""
+        """`num_landed`: this worker's answered commits; no snapshot can be earlier. `steps_per_push`: with local
+        steps, how many it makes for a commit.
+        """
+        self._steps_per_push = steps_per_push
         self._name, self._boundary, self._state = name, boundary, state
         self._num_landed, self._facts, self._say = num_landed, facts, say
         self._change = threading.Condition()
         self._number = self._ended = 0  # the expected save; the highest finished one
         self._notes: list[Note] = []
+        self._noted_step = 0  # this worker's steps at the last note
         self._is_found = False  # the note of the snapshot point is known: no more are needed
         self._patience, self._has_dropped = HELD_SECONDS, False
         self._expecting: Request | None = None
@@ -153,6 +158,7 @@ class ScriptSaves:
             if number != self._number:
                 return False
             self._notes.append(note)
+            self._noted_step = self._facts()["own_step"]
         if faults.armed is not None:
             faults.reach("save.noted")
         return True
@@ -186,7 +192,7 @@ class ScriptSaves:
             expecting = self._expecting if self._is_ready else None
             if expecting is not None:
                 self._expecting = None
-                answer = Noted(self._notes[-1].clock, self._boundary.stride)
+                answer = Noted(self._notes[-1].clock, self._boundary.stride, self._noted_step, self._steps_per_push())
         if expecting is not None:
             expecting.reply(answer)
 
@@ -330,7 +336,10 @@ class ScriptCheckpoints:
             self.resume.saved, lambda: self.resume.is_over, lambda: job.known_device, stream.restored
         )
         self.resume.begin(self.state)
-        self.saves = ScriptSaves(job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say)
+        self.saves = ScriptSaves(
+            job.name, boundary, self.state, lambda: exchange.num_landed, self._facts, say,
+            lambda: exchange.times.steps_per_push,
+        )  # fmt: skip
         if has_saves:
             boundary.note_stop(self.saves.note_stop)
         self.notes = Notes(

@@ -356,10 +356,10 @@ class ServerCommit:
         return self._ask(self._message, self._buffers)
 
     def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
-        return self._ask(CommitStaged(clock, self._pull, self._parts, roll))
+        return self._ask(CommitStaged(clock, self._pull, self._parts, roll, self.receiver is not None))
 
     def clip(self, clock: int, squared_norm: float) -> Call:
-        return self._ask(GiveClip(clock, squared_norm, self._pull, self._parts))
+        return self._ask(GiveClip(clock, squared_norm, self._pull, self._parts, self.receiver is not None))
 
     @property
     def is_read_by_waiter(self) -> bool:

@@ -287,4 +287,5 @@ def _stage_message(
         ready=list(ready),
         edited=ticket.is_edited,
         early=ticket.is_early,
+        reads=receiver is not None,
     )
