@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--samples", type=int, default=60_000, help="of the training set")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--rule", choices=["Adam", "SGD"], default="Adam")
     parser.add_argument("--slow", default="", help="the worker that takes four times as long for a step")
     parser.add_argument("--wrong", default="", help="the worker whose gradients are a million times too large")
