@@ -31,7 +31,7 @@ def train(folder: pathlib.Path, options: list[str], *arguments: str) -> tuple[fl
     """Test accuracy in percent, and seconds of training; 0 where no worker's gradients are finite any more."""
     command = [sys.executable, "-m", "syncline", "run", "-w", "4", "-s", "1", *options, str(SCRIPT), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    if "all workers are quarantined: their pushes are not finite" in done.stderr:
+    if "all workers are quarantined: their pushes are not finite" in done.stdout + done.stderr:
         return 0.0, 0.0
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
