@@ -71,7 +71,7 @@ def run(folder: pathlib.Path, *words: str) -> str:
 
 @pytest.mark.proof
 def test_the_script_that_came_from_ddp_trains_with_two_workers(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "script.py").write_text(script_of("guides/coming-from.md"))
+    (tmp_path / "script.py").write_text(script_of("guides/from-ddp.md"))
     said = run(tmp_path, "syncline", "run", "-w", "2", "-s", "1", "script.py")
     assert said.count("saved\n") == 1 and (tmp_path / "model.pt").exists()
     assert "\n  steps        8 (sync), 512 samples read, " in said, said
