@@ -51,10 +51,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody waits, for whom, since when."""
+    """Who waits, for whom, since when."""
 
     who: str  #: worker that waits; "": everyone in the round
-    step: int
+    step: int  #: of the job in a round; otherwise of the worker that waits
     for_whom: list[str]
     seconds: float
     what: str  #: round, lag, barrier, registration, server
