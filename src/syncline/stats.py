@@ -87,7 +87,7 @@ class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What a job has saved so far."""
 
     folder: str = ""  #: where to
-    resumed_from: str = ""  #: the checkpoint that the job goes on from
+    resumed_from: str = ""  #: the checkpoint that the job continues from
     last: str = ""  #: name of the newest checkpoint
     step: int = 0  #: its step
     num_saved: int = 0

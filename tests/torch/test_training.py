@@ -99,7 +99,7 @@ def test_a_loader_made_anew_for_every_epoch_is_told_of_once() -> None:
         assert orders[0] != orders[1] and not job.debug_state().notices
         again = [x.tolist() for (x,) in DataLoader(DATA, batch_size=2, shuffle=True, job=job)]
         assert again == orders[0]
-        assert [text for text in job.debug_state().notices if "make it once" in text]
+        assert [text for text in job.debug_state().notices if "create it once" in text]
 
 
 @pytest.mark.parametrize("differs", [False, True])
