@@ -19,6 +19,7 @@ import pytest
 import typer
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
+from benchmarks.rows import all_rows
 from syncline.cli.main import COMMANDS, load_command
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def run(folder: pathlib.Path, *words: str) -> str:
 
 @pytest.mark.proof
 def test_the_script_that_came_from_ddp_trains_with_two_workers(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "script.py").write_text(script_of("guides/coming-from.md"))
+    (tmp_path / "script.py").write_text(script_of("guides/from-ddp.md"))
     said = run(tmp_path, "syncline", "run", "-w", "2", "-s", "1", "script.py")
     assert said.count("saved\n") == 1 and (tmp_path / "model.pt").exists()
     assert "\n  steps        8 (sync), 512 samples read, " in said, said
@@ -245,7 +246,25 @@ def test_the_reference_has_every_command_setting_and_error() -> None:
         assert re.search(rf"^## {kind.__name__}\n.*?^\*\*Remedy:\*\* \S", made["errors"], re.MULTILINE | re.DOTALL)
 
 
-def test_the_picture_is_what_its_script_draws(tmp_path: pathlib.Path) -> None:
-    script, file = ROOT / "tools/docs/architecture.py", tmp_path / "architecture.svg"
-    subprocess.run([sys.executable, str(script), str(file)], check=True, timeout=JOB_PATIENCE)
-    assert file.read_text() == (ROOT / "docs/images/architecture.svg").read_text()
+def test_pictures_are_what_their_scripts_draw(tmp_path: pathlib.Path) -> None:
+    """Plots come from the tables of the performance page: a figure that changes there changes its plot."""
+    for words in (
+        ("architecture.py", str(tmp_path / "architecture.svg")),
+        ("concepts.py", str(tmp_path)),
+        ("plots.py", str(ROOT / "docs/internals/performance.md"), str(tmp_path)),
+    ):
+        command = [sys.executable, str(ROOT / "tools/docs" / words[0]), *words[1:]]
+        subprocess.run(command, check=True, timeout=JOB_PATIENCE)
+    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert drawn == {file.name: file.read_text() for file in (ROOT / "docs/images").iterdir()}
+
+
+def test_rows_of_the_performance_page_can_be_measured() -> None:
+    """One command is named for all of its rows, and their goals are those that the command prints."""
+    reaches = {row.name: str(row.reach).replace("printed", "") for row in all_rows()}
+    page = (ROOT / "docs/internals/performance.md").read_text()
+    told = {}
+    for block in re.findall(r"^\| row \|.*\n(?:\|.*\n)+", page, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
+        told |= {row[0].strip("`"): row[head.index("goal")] for row in rows}
+    assert len(told) > 40 and {name: reaches.get(name) for name in told} == told

@@ -21,7 +21,7 @@ def load(text: str) -> object:
     """What this name stands for, in this process."""
     found = _NAME.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text[:80]!r} is no package.module:name")
+        raise ConfigError(f"{text[:80]!r} is not of the form package.module:name")
     module, name = found.groups()
     try:
         return getattr(importlib.import_module(module), name)

@@ -57,10 +57,10 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody waits, for whom, since when."""
+    """Who waits, for whom, since when."""
 
     who: str  #: worker that waits; "": everyone in the round
-    step: int
+    step: int  #: of the job in a round; otherwise of the worker that waits
     for_whom: list[str]
     seconds: float
     what: str  #: round, lag, barrier, registration, server
@@ -94,7 +94,7 @@ class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What a job has saved so far."""
 
     folder: str = ""  #: where to
-    resumed_from: str = ""  #: the checkpoint that the job goes on from
+    resumed_from: str = ""  #: the checkpoint that the job continues from
     last: str = ""  #: name of the newest checkpoint
     step: int = 0  #: its step
     num_saved: int = 0

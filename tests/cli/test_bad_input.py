@@ -36,7 +36,7 @@ def refused(
         ),
         (["--policy", "fast", "train.py"], "policy = 'fast': must be one of sync, sync:spare=N, bounded:K"),
         (["--policy", "sync,damped", "train.py"], "damped goes with bounded:K or async, e.g. bounded:4,damped"),
-        (["--policy", "sync:spare=x", "train.py"], "spare=N is how many workers a round may close without"),
+        (["--policy", "sync:spare=x", "train.py"], "spare=N is the number of workers that a round does not wait for"),
         (
             ["-w", "4", "--policy", "sync:spare=9", "train.py"],
             "of 4 workers at least one must be in a round; say sync:spare=3 or less, or more workers (-w)",
@@ -103,7 +103,7 @@ def refused(
         (["--stop", "loss.platau(5)", "train.py"], "--stop 'loss.platau(5)': at position 6, 'platau'"),
         (["--stop", "loss<1", "--stop", "x.plateau(5)", "train.py"], "Say min:x.plateau(…) or max:x.plateau(…)"),
         (["--on-plateau", "lr*0.1", "train.py"], "no --stop rule says what a plateau is"),
-        (["--on-plateau", "wd*0.1", "--stop", "loss.plateau(5)", "train.py"], "--on-plateau 'wd*0.1': give what"),
+        (["--on-plateau", "wd*0.1", "--stop", "loss.plateau(5)", "train.py"], "--on-plateau 'wd*0.1': give a factor"),
         (["--max-time", "soon", "train.py"], "--max-time 'soon': give a duration, e.g. 90s, 30m, 2h"),
         (["--max-steps", "-1", "train.py"], "max_steps = -1: must be at least 0"),
         (["--best", "reach", "train.py"], "--best 'reach': is less or more of it better? Say min:reach or max:reach"),
@@ -209,7 +209,7 @@ def test_a_job_that_does_not_run(
     error = refused(capsys, monkeypatch, tmp_path, command, "nothere", *words)
     assert "no job nothere runs under runs/; none runs now (--runs DIR says another folder)" in error
     if command == "scale":
-        assert "say how many: -w WORKERS" in refused(capsys, monkeypatch, tmp_path, command, "nothere")
+        assert "give the numbers: -w WORKERS" in refused(capsys, monkeypatch, tmp_path, command, "nothere")
 
 
 def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +225,8 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo", "worker-1"], "say one of --delay TIME, --pause and --resume"),
-        (["demo", "worker-1", "--pause", "--resume"], "say one of --delay TIME, --pause and --resume"),
+        (["demo", "worker-1"], "give one of --delay TIME, --pause and --resume"),
+        (["demo", "worker-1", "--pause", "--resume"], "give one of --delay TIME, --pause and --resume"),
         (["demo", "worker-1", "--delay", "soon"], "--delay 'soon': give a duration, e.g. 200ms, 1.5s; --resume ends"),
         (["demo", "worker-1", "--delay", "-1s"], "--delay '-1s': give a duration"),
         (["demo", "worker-1", "--delay", "nan"], "--delay 'nan': give a duration"),

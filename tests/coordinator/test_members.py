@@ -84,8 +84,8 @@ def test_a_step_that_cannot_be_settled_is_said(jobs: Any) -> None:
         job[server].clocks = [("worker-1", worker.incarnation, clock)]
         job[server].reach = [("worker-1", worker.incarnation, clock, life)]
     job.kill("worker-1")
-    until(lambda: any("outside of what is promised" in line for line in job.log), "said")
-    (said,) = [line for line in job.log if "outside of what is promised" in line]
+    until(lambda: any("may be applied to some slices only" in line for line in job.log), "said")
+    (said,) = [line for line in job.log if "may be applied to some slices only" in line]
     assert said.endswith(": step 5 of worker-1 is on some slices and not on others")
     until(lambda: bool(job["server-1"].all(Install)), "the others go on all the same")
 

@@ -74,7 +74,7 @@ def test_rules_are_read(text: str, expected: Condition) -> None:
         ("a>1e999", ["at position 3", "a finite number"]),
         ("a>1 and §", ["at position 9, '§'"]),
         ("(" * 30 + "a>1" + ")" * 30, ["more than 20 parentheses"]),
-        ("a>1 and " * 200 + "a>1", ["1603 letters; the most are 1000"]),
+        ("a>1 and " * 200 + "a>1", ["1603 characters; at most 1000"]),
     ],
 )
 def test_errors_say_where_what_and_the_nearest_word(text: str, words: list[str]) -> None:

@@ -60,7 +60,9 @@ def test_nothing_is_stale_in_sync() -> None:
 
 @pytest.mark.parametrize("number", ["", "0", "-1", "x", "1.5", "²", "9" * 5000])
 def test_spare_is_a_number_of_workers(number: str) -> None:
-    with pytest.raises(ConfigError, match=r"spare=N is how many workers a round may close without, 1 or more, e\.g"):
+    with pytest.raises(
+        ConfigError, match=r"spare=N is the number of workers that a round does not wait for, at least 1"
+    ):
         parse_policy(f"sync:spare={number}")
 
 
@@ -92,7 +94,7 @@ def test_local_steps_leave_a_policy_as_it_is(policy: str) -> None:
 
 
 def test_a_window_needs_another_policy_than_sync() -> None:
-    """In sync a worker has one open clock: with more, its own commits would wait for each other's round."""
+    """In sync a worker has one open step: with more, its own commits would wait for each other's round."""
     with pytest.raises(ConfigError, match=r"--window 2 needs --policy bounded:K or async: in sync a worker has one"):
         policy_of(JobConfig(window=2))
     assert policy_of(JobConfig(policy="bounded:3", window=2)) == Policy("bounded", 3)

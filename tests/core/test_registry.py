@@ -118,7 +118,7 @@ def test_two_registrations_in_one_are_refused_early_and_late(late: bool) -> None
 def test_the_chief_cannot_move_what_is_registered() -> None:
     known = registry()
     ask(known, "worker-0", 0, W)
-    with pytest.raises(LayoutError, match="'w' is registered already; register new parameters by themselves"):
+    with pytest.raises(LayoutError, match="'w' is registered already; register new parameters separately"):
         ask(known, "worker-0", 1, W, C)
     with pytest.raises(LayoutError, match=r"worker-0 registered 'w' as float32\[9\], the job has float32\[4\]"):
         ask(known, "worker-0", 1, Parameter("w", "float32", (9,)))

@@ -77,5 +77,15 @@ def test_of_a_circle_all_are_named() -> None:
 def test_a_worker_hears_of_its_own_wait_and_all_hear_of_the_longest() -> None:
     waits = [Wait("worker-1", 3, ["worker-2"], 9.0, "lag"), Wait("worker-0", 812, ["server-1"], 3.0, "server")]
     assert why(waits, KNOWN, who="worker-0", step=812).startswith("step 812 has waited 3.0 s for server-1")
-    assert why(waits, KNOWN).startswith("step 3 has waited 9.0 s for worker-2")
+    assert why(waits, KNOWN).startswith("step 3 of worker-1 has waited 9.0 s for worker-2")
     assert why([ROUND], KNOWN, who="worker-2", step=5) == "no member waits for another"  # they wait for it
+
+
+def test_a_sentence_has_one_count_of_steps() -> None:
+    """worker-2 is alive and has made 471 commits in its process, others that were restarted have made 85."""
+    known = {"worker-2": Known(host="b", heard_seconds=0.1, left_seconds=2.0)}
+    said = why([Wait("", 472, ["worker-2"], 3.1, "round")], known)
+    assert said == (
+        "step 472 has waited 3.1 s for worker-2 on host b (last heard of 0.1 s ago; evicted in 597 s if it does not "
+        "advance)"
+    )

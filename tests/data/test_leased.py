@@ -93,7 +93,7 @@ def test_a_job_keeps_no_source_alive() -> None:
     gc.collect()
     assert [ref() for ref in refs] == [None] * 3
     (notice,) = set(job.noticed)
-    assert "opened again begin with the same order again: open it once" in notice
+    assert "opened again start with the same order again: open it once" in notice
 
 
 def test_two_sources_of_one_kind_are_no_source_that_was_opened_anew() -> None:

@@ -45,7 +45,7 @@ def test_iris_is_the_table_that_fisher_printed() -> None:
         syncline.data.open("iris", split="test")
     with pytest.raises(ConfigError, match="iris: storage_options are for remote paths; leave them out for iris"):
         syncline.data.open("iris", storage_options={"anon": True})
-    with pytest.raises(ConfigError, match=r"columns= is a list of names; say columns=\['species'\]"):
+    with pytest.raises(ConfigError, match=r"columns= is a list of names; use columns=\['species'\]"):
         syncline.data.open("iris", columns="species")
 
 
@@ -115,7 +115,7 @@ def test_one_line_says_what_was_taken(tmp_path: pathlib.Path, capsys: pytest.Cap
 def test_a_name_that_says_nothing_needs_a_kind(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(4))
     (tmp_path / "x.npy").rename(tmp_path / "x.data")
-    with pytest.raises(ConfigError, match=r"x\.data: its name does not say what it is; say kind= parquet, arrow"):
+    with pytest.raises(ConfigError, match=r"x\.data: the file type is not clear from its name; give kind= parquet"):
         syncline.data.open(tmp_path / "x.data")
     assert len(syncline.data.open(tmp_path / "x.data", kind="numpy")) == 4  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kind 'csv' is not known; known are parquet, arrow, numpy, tar"):
@@ -125,7 +125,7 @@ def test_a_name_that_says_nothing_needs_a_kind(tmp_path: pathlib.Path) -> None:
 def test_a_folder_of_two_kinds_needs_a_kind(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(4))
     (tmp_path / "y.tar").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"x\.npy is numpy and .*y\.tar is tar; say which with kind="):
+    with pytest.raises(ConfigError, match=r"x\.npy is numpy and .*y\.tar is tar; choose with kind="):
         syncline.data.open(tmp_path)
     assert len(syncline.data.open(tmp_path, kind="numpy")) == 4  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"split= is for fashion-mnist and mnist"):

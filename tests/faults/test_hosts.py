@@ -99,7 +99,7 @@ def test_a_host_that_is_cut_off_is_evicted_and_hears_of_it_when_it_is_back(
     job.until_back("server-2")
     output = job.ends_well(may_lose=True)
     (*_, accounts) = re.findall(r"ledger: \d+ acknowledged, (\d+) lost, 0 doubled(.*)", output)
-    was_said = "a worker and a server were lost in one step, which is outside of what is promised" in output
+    was_said = "a worker and a server died in one step, which may be applied to some slices only" in output
     assert was_said or accounts == ("0", ""), output
     assert sorted(job.evicted()) == ["server-2", "worker-2"], output
     for member in ("server-2", "worker-2"):

@@ -1,4 +1,4 @@
-"""Members that are killed, stopped, or told to end: the job goes on, and the ledger stays right."""
+"""Members that are killed, stopped, or told to end: the job continues, and the ledger stays right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_stopped_member_is_evicted_after_its_deadline_and_does_no_harm_when_it
     output = job.ends_well()
     assert job.evicted() == ([member] if is_out else []), output
     if is_out:
-        assert re.search(rf"{member}, incarnation \d+, is out of the job: ", output), output
+        assert re.search(rf"{member}, incarnation \d+, was removed from the job: ", output), output
         assert f"syncline: {member} was evicted; starts again" in output, output
 
 

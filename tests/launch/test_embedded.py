@@ -77,5 +77,5 @@ def test_what_only_the_launch_can_say(monkeypatch: pytest.MonkeyPatch, tmp_path:
         syncline.init(polcy="sync")
     with pytest.raises(ValueError, match=r"--window 2 needs --policy bounded:K or async"):
         syncline.init(policy="sync", window=2)
-    with pytest.raises(ValueError, match=r"this is said at launch, e\.g\. syncline run -w 2 -s 1"):
+    with pytest.raises(ValueError, match=r"this is set at launch, e\.g\. syncline run -w 2 -s 1"):
         syncline.init(workers=4)

@@ -22,7 +22,7 @@ def config_of(folder: pathlib.Path, name: str = "one") -> configuration.JobConfi
 def test_a_second_job_of_that_name_is_refused_while_the_first_runs(tmp_path: pathlib.Path) -> None:
     with hold(config_of(tmp_path)) as folder:
         assert holder_of(folder) == os.getpid() and running_jobs(tmp_path) == ["one"]
-        with pytest.raises(ConfigError, match=rf"the job one is running \(pid {os.getpid()}\); end it, or say"):
+        with pytest.raises(ConfigError, match=rf"the job one is running \(pid {os.getpid()}\); end it, or choose"):
             hold(config_of(tmp_path)).__enter__()
         with hold(config_of(tmp_path, "two")):
             assert running_jobs(tmp_path) == ["one", "two"]
@@ -59,7 +59,7 @@ def test_logs_and_journal_of_an_ended_job_make_way_and_the_rest_stays(tmp_path: 
 
 def test_a_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     (tmp_path / "one").touch()
-    with pytest.raises(ConfigError, match=r"cannot be used: .*; say another with --runs DIR"):
+    with pytest.raises(ConfigError, match=r"cannot be used: .*; use another: --runs DIR"):
         hold(config_of(tmp_path)).__enter__()
 
 

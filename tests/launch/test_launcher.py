@@ -389,7 +389,7 @@ def test_a_worker_that_was_told_to_go_did_not_end_well(play: Callable[..., Play]
     job.end("worker-0", 0)
     code, table = job.finish()
     assert code == 0 and table.startswith("the job has finished: 1 of 2 workers ended well\n")
-    assert "deaths       worker-1 was killed by SIGTERM, not started again\n" in table
+    assert "deaths       worker-1 was killed by SIGTERM, not restarted\n" in table
 
 
 def test_out_of_memory_is_said_only_where_the_kernel_says_so(

@@ -76,8 +76,8 @@ def test_lives_that_push_nothing_are_counted_on() -> None:
     ("has_position", "others_have_finished", "words"),
     [
         (True, False, ()),
-        (False, False, ("is not started again", "goes on without it", "job.steps(n)", "job.resume_at()")),
-        (True, True, ("have finished their work", "not started again")),
+        (False, False, ("is not restarted", "goes on without it", "job.steps(n)", "job.resume_at()")),
+        (True, True, ("have finished their work", "not restarted")),
         (False, True, ("have finished their work",)),
     ],
 )

@@ -132,5 +132,5 @@ def test_who_trains_alone_at_the_end_may_die_too(commands: Any) -> None:
     os.kill(commands.members()["worker-1"], signal.SIGKILL)
     result = commands.finish(job)
     assert result.code == 0, result.output
-    assert "worker-1 was killed by SIGKILL" in result.output and "not started again" in result.output
+    assert "worker-1 was killed by SIGKILL" in result.output and "not restarted" in result.output
     assert "server-0 has handed over" not in result.output and "revoke" not in result.output

@@ -129,7 +129,7 @@ def test_a_script_without_positions_is_not_started_again(commands: Any, policy: 
         for line in result.output.splitlines()
         if "worker-0 was killed by SIGKILL" in line and "job.steps" in line
     ]
-    assert told and "not started again" in told[0] and "job.resume_at" in told[0], result.output
+    assert told and "not restarted" in told[0] and "job.resume_at" in told[0], result.output
 
 
 @pytest.mark.proof

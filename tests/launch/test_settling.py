@@ -156,6 +156,6 @@ def test_jobs_that_start_in_the_same_second_have_folders_of_their_own(
     assert settle_name(*said, Script(path="train.py"))[1].name == names[0], "as it is said"
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match=r"the folder file/train-.* cannot be used: Not a directory; say another with --runs"
+        ConfigError, match=r"the folder file/train-.* cannot be used: Not a directory; use another: --runs"
     ):
         settle_name(*settle_here({"runs": "file"}), Script(path="train.py"))

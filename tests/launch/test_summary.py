@@ -92,7 +92,7 @@ def test_deaths_and_what_they_cost() -> None:
     late = Death("server-0", "was killed by SIGKILL", 1400, True)
     said = " ".join(table(deaths=(KILLED, gone, late), num_revoked=3).split())
     assert "deaths worker-1 was killed by SIGKILL at step 300, back after 2.1 s;" in said
-    assert "worker-0 was killed by SIGTERM, not started again;" in said
+    assert "worker-0 was killed by SIGTERM, not restarted;" in said
     assert (
         "server-0 was killed by SIGKILL at step 1,400, not back before the end; 3 acknowledged updates revoked"
         in said

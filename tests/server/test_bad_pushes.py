@@ -74,7 +74,7 @@ def test_the_round_is_that_of_the_others_alone(
     assert [refused for *_, refused in results] == [(0, False), (1, False)]
     assert set(commits) == {8}, "the refused push is a commit of its clock on every server"
     lines = [line for line in capfd.readouterr().err.splitlines() if "refused" in line]
-    text = "the push of step 2 was refused: 'b' is not finite; the round goes on without it"
+    text = "the push of step 2 was refused: 'b' is not finite; the round continues without it"
     assert lines == [f"syncline: worker-1: {text}"]
 
 

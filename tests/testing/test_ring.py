@@ -93,7 +93,7 @@ def test_a_process_that_ended_was_both_members() -> None:
 
 def test_scaling_goes_by_workers_and_the_launcher_starts_no_servers() -> None:
     with local_job(2, exchange="ring", most_workers=4) as job:
-        with pytest.raises(ConfigError, match=r"this job is a ring: .* say how many workers, with -w"):
+        with pytest.raises(ConfigError, match=r"this job is a ring: .* give the number of workers with -w"):
             ask(job, Scale(3, 3))
         ask(job, Scale(3, None))
         standings = ask(job, Watch())

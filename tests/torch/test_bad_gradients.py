@@ -71,7 +71,7 @@ def test_a_bad_gradient_counts_nowhere(
     for found in results:
         for one, two in zip(found, expected, strict=True):
             torch.testing.assert_close(one, two)
-    text = "the push of step 2 was refused: '0.weight' is not finite; the round goes on without it"
+    text = "the push of step 2 was refused: '0.weight' is not finite; the round continues without it"
     assert f"syncline: worker-1: {text}" in capfd.readouterr().err
 
 

@@ -279,7 +279,7 @@ def test_a_save_that_fails_costs_no_validation(tmp_path: pathlib.Path, monkeypat
         events = run_to_the_end(job, num_samples=24)
     assert sum(line.startswith("validation at step") for line in events) == 2
     assert any("a save was given up (validation 1)" in line for line in events)
-    assert any("there is no checkpoint with such a reading" in line for line in events)
+    assert any("no checkpoint has a value of this metric" in line for line in events)
 
 
 def test_what_best_needs(tmp_path: pathlib.Path) -> None:

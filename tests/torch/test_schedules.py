@@ -114,7 +114,7 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(tmp_path: pathlib.Path) 
             schedule(plain, cosine)  # type: ignore[arg-type]
         optimizer = DistributedOptimizer(plain, model=model, job=jobs[0])
         for wrong in (1.0, [], [0.5], "cosine"):
-            with pytest.raises(ConfigError, match=r"is no function of the progress, and no list of them"):
+            with pytest.raises(ConfigError, match=r"must be a function of the progress, or a list of one"):
                 schedule(optimizer, wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"2 functions for 1 parameter groups: give one for each group"):
             schedule(optimizer, [cosine, cosine])

@@ -151,7 +151,7 @@ def test_what_shards_cannot_do_is_said() -> None:
     with pytest.raises(ConfigError, match=r"Fixed\.shards cannot be set.*plain attribute"):
         next(iter(DataLoader(Fixed(), job=alone())))
     for ask in (len, lambda loader: loader.total_steps):
-        with pytest.raises(TypeError, match=r"shows when they are read; count steps as they come, and"):
+        with pytest.raises(TypeError, match=r"is known only after they are read; use schedules by"):
             ask(DataLoader(Files([3]), job=alone()))
 
 

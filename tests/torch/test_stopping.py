@@ -398,12 +398,12 @@ def test_reports_can_be_numbers_and_scalars_and_nothing_else(capsys: pytest.Capt
             with pytest.raises(ConfigError, match=words):
                 job.report(loss=value)
         for name in ("a b", "1st", "", "x.y", "x" * 300):
-            with pytest.raises(ConfigError, match="is no name of a metric"):
+            with pytest.raises(ConfigError, match="is not a name for a metric"):
                 job.report(**{name: 1.0})
         job.report(loss=float("nan"))
         job.report(loss=float("nan"))
         assert "loss" not in local.coordinator.metrics.values()
-    assert capsys.readouterr().err.count("worker-0 reports loss = nan at step 0: it is in no mean") == 1
+    assert capsys.readouterr().err.count("worker-0 reports loss = nan at step 0: left out of the mean") == 1
 
 
 def test_reports_are_weighted_by_the_samples_since_the_last() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -96,7 +99,7 @@ def test_a_loader_made_anew_for_every_epoch_is_told_of_once() -> None:
         assert orders[0] != orders[1] and not job.debug_state().notices
         again = [x.tolist() for (x,) in DataLoader(DATA, batch_size=2, shuffle=True, job=job)]
         assert again == orders[0]
-        assert [text for text in job.debug_state().notices if "make it once" in text]
+        assert [text for text in job.debug_state().notices if "create it once" in text]
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -119,8 +122,28 @@ def test_a_learning_rate_that_does_not_count_is_named_once(differs: bool, capfd:
 
     with local_job(workers=3, servers=2) as jobs:
         assert jobs.run(work) == ([-4.0] * 3 if differs else [-3.0] * 3)
-    said = [line for line in capfd.readouterr().err.splitlines() if "does not count" in line]
-    rest = "in a round all gradients are applied with the hyperparameters of worker-0"
+    said = [line for line in capfd.readouterr().err.splitlines() if "has no effect" in line]
+    rest = "a round uses the hyperparameters of worker-0"
     assert len(said) == (2 if differs else 0), said
     for name, lr in (("worker-1", 0.25), ("worker-2", 0.16666666666666666)) if differs else ():
-        assert any(f"{name} has lr = {lr} (0.5 in worker-0), which does not count: {rest}" in line for line in said)
+        assert any(f"{name} has lr = {lr} (0.5 in worker-0), which has no effect: {rest}" in line for line in said)
+
+
+@pytest.mark.parametrize("factor", [lambda step: math.cos(step / 20) ** 2, lambda step: 0.1 if step > 9 else 1.0])
+def test_a_schedule_that_is_some_steps_behind_is_not_named(
+    factor: Callable[[int], float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As after a restart: worker-1 goes on with a schedule that is five steps behind the chief's."""
+
+    def work(job: Job) -> None:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model)
+        for step in range(30):
+            optimizer.param_groups[0]["lr"] = 0.5 * factor(step - 5 * job.rank if step > 3 else step)
+            optimizer.zero_grad()
+            model(torch.ones(1, 1).double()).mean().backward()
+            optimizer.step()
+
+    with local_job(workers=2, servers=1) as jobs:
+        jobs.run(work)
+    assert "has no effect" not in capfd.readouterr().err

@@ -100,7 +100,7 @@ def test_what_cannot_be_saved_is_named_with_its_place(value, where, what):
 def test_what_holds_itself_is_refused():
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(ConfigError, match="too deep"):
+    with pytest.raises(ConfigError, match="nested too deeply"):
         Encoder().encode(value, "job.state['x']")
 
 

@@ -235,14 +235,14 @@ def test_a_refused_push_keeps_what_its_round_needs_to_know() -> None:
     overrides = [(0, 0, {"lr": 0.5})]
     result = worker.push(math.nan, weight=7.0, clip_norm=1.0, overrides=overrides)
     assert result == Push(pushed=(), weight=0.0, skip=False, clip_norm=1.0, overrides=overrides)
-    assert worker.said == ["the push of step 1 was refused: 'w' is not finite; the round goes on without it"]
+    assert worker.said == ["the push of step 1 was refused: 'w' is not finite; the round continues without it"]
     assert (worker.check.num_refused, worker.check.is_quarantined) == (1, False)
 
 
 def test_where_there_are_no_rounds_none_is_spoken_of() -> None:
     worker = Worker(policy="async")
     worker.push(math.inf)
-    assert worker.said == ["the push of step 1 was refused: 'w' is not finite; the job goes on without it"]
+    assert worker.said == ["the push of step 1 was refused: 'w' is not finite; the job continues without it"]
 
 
 def test_three_in_a_row_quarantine_and_a_finite_one_between_forgives() -> None:

@@ -1,46 +1,37 @@
-"""Draws the architecture picture: python tools/docs/architecture.py docs/images/architecture.svg
-
-The picture has a background of its own, so it reads the same on light and dark pages.
-"""
+"""Draws the architecture picture: python tools/docs/architecture.py docs/images/architecture.svg"""
 
 from __future__ import annotations
 
 import pathlib
 import sys
-from html import escape
+
+from drawing import (
+    AMBER,
+    BACK,
+    BLUE,
+    CONTROL,
+    GREEN,
+    LINE,
+    PANEL,
+    SERVER,
+    SOFT,
+    STORE,
+    WORKER,
+    arrow,
+    box,
+    code,
+    picture,
+    text,
+)
 
 WIDTH, HEIGHT = 960, 448
-TEXT, SOFT, LINE, PANEL, BACK = "#1c2733", "#51606f", "#c3cdd9", "#ffffff", "#eef2f7"
-WORKER, SERVER, CONTROL, STORE = "#dbe9ff", "#d9f2e3", "#fdeccb", "#ece5fb"
-GRADIENTS, PARAMETERS, DASHED = "#2f6fde", "#1d9255", "#a9761b"
-
-
-def box(x: float, y: float, width: float, height: float, fill: str, title: str, *below: str) -> str:
-    """A process or a folder: a title, and lines of smaller text."""
-    middle, first = x + width / 2, y + height / 2 - 8 * len(below) + 5
-    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" stroke="{LINE}"/>']
-    parts.append(text(middle, first, title, 14, weight=600))
-    parts += [text(middle, first + 17 * (n + 1), line, 12, SOFT) for n, line in enumerate(below)]
-    return "\n".join(parts)
-
-
-def text(
-    x: float, y: float, what: str, size: int, fill: str = TEXT, weight: int = 400, anchor: str = "middle"
-) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" fill="{fill}" text-anchor="{anchor}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(what)}</text>'
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float, color: str, *, dashed: bool = False) -> str:
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    mark = f' marker-end="url(#{color[1:]})"'
-    return f'<path d="M{x1:g} {y1:g} L{x2:g} {y2:g}" stroke="{color}" stroke-width="1.8" fill="none"{dash}{mark}/>'
+GRADIENTS, PARAMETERS, DASHED = BLUE, GREEN, AMBER
 
 
 def panel(x: float, width: float, title: str, command: str) -> str:
     rect = f'<rect x="{x}" y="16" width="{width}" height="{HEIGHT - 64}" rx="10" fill="{PANEL}" stroke="{LINE}"/>'
     head = text(x + 18, 42, title, 15, weight=700, anchor="start")
-    said = text(x + width - 18, 42, command, 13, SOFT, anchor="end").replace("<text", '<text font-family="monospace"')
+    said = code(x + width - 18, 42, command, anchor="end")
     return "\n".join([rect, head, said])
 
 
@@ -99,20 +90,7 @@ def legend() -> str:
     return "\n".join(parts)
 
 
-def picture() -> str:
-    marks = "\n".join(
-        f'<marker id="{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6.5" markerHeight="6.5" '
-        f'orient="auto"><path d="M0 0 L8 4 L0 8 Z" fill="{color}"/></marker>'
-        for color in (GRADIENTS, PARAMETERS, DASHED)
-    )
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-    )
-    title = "<title>A job with servers, and a job as a ring</title>"
-    back = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="{BACK}"/>'
-    font = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">'
-    return "\n".join([head + font, title, f"<defs>{marks}</defs>", back, servers(), ring(), legend(), "</svg>\n"])
-
-
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(picture())
+    title = "A job with servers, and a job as a ring"
+    drawn = picture(WIDTH, HEIGHT, title, [servers(), ring(), legend()], (GRADIENTS, PARAMETERS, DASHED))
+    pathlib.Path(sys.argv[1]).write_text(drawn)

@@ -35,7 +35,7 @@ def pace(
     Example:  syncline pace train-20250101-120000 worker-2 --delay 200ms
     """
     if (delay is not None) + pause + resume != 1:
-        raise ConfigError("say one of --delay TIME, --pause and --resume")
+        raise ConfigError("give one of --delay TIME, --pause and --resume")
     seconds = duration("--delay", delay, "200ms, 1.5s; --resume ends it") if delay is not None else 0.0
     ask(find(job, runs), Pace(worker, seconds, pause), Done)
     if pause:

@@ -76,8 +76,8 @@ def _resume(job: pathlib.Path) -> int:
     config = configuration.resolve(file.given)
     if not (file.folder / JOURNAL).exists():
         raise ConfigError(
-            f"{job} is there, but not the journal of its job ({file.folder / JOURNAL}), so that it cannot be taken "
-            f"up; remove {job} to start a new one"
+            f"{job} exists, but the journal of its job ({file.folder / JOURNAL}) does not, so the job cannot resume; "
+            f"remove {job} to start a new one"
         )
     with hold(config, keeps=True):
         sock = tcp.bind(file.host, file.port)
@@ -113,7 +113,7 @@ def server(
     file = _read(job)
     if configuration.resolve(file.given).is_ring:
         raise ConfigError(
-            f"{job} is the job of a ring: its servers are in its workers' processes; say syncline worker --job {job}"
+            f"{job} is the job of a ring: its servers are in its workers' processes; use syncline worker --job {job}"
         )
     see_beside("", is_module=True)
     sys.stderr.write(f"syncline: {name or 'server'}: joins the job at {file.host}:{file.port}\n")

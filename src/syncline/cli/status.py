@@ -81,7 +81,7 @@ def scale(
     Example:  syncline scale train-20250101-120000 -w 6 -s 3
     """
     if workers is None and servers is None:
-        raise ConfigError("say how many: -w WORKERS, -s SERVERS, or both")
+        raise ConfigError("give the numbers: -w WORKERS, -s SERVERS, or both")
     ask(find(job, runs), Scale(workers, servers), Done)
     words = [counted(count, role) for role, count in (("worker", workers), ("server", servers)) if count is not None]
     sys.stdout.write(f"{job}: {' and '.join(words)} from now on; see syncline status {job}\n")

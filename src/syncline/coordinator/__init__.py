@@ -1,4 +1,4 @@
-"""The coordinator of a job: its members, where slices are, how the job goes on and ends."""
+"""The coordinator of a job: its members, where slices are, how the job continues and ends."""
 
 # Layout, in reading order. A file knows only files above it, except service.py, which builds and connects all parts.
 #

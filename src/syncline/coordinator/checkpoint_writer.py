@@ -203,8 +203,8 @@ class CheckpointWriter:
     def _report_mid_batch(self, answer: WrittenScript) -> None:
         if answer.clock > answer.script.clock:
             self._job.event(
-                f"this save lies in the middle of a batch of {answer.script.worker}'s: of {answer.clock} commits it "
-                f"has {answer.script.clock}; a job that resumes from it goes on with the next batch"
+                f"this save is in the middle of a batch of {answer.script.worker}: it has {answer.script.clock} of "
+                f"{answer.clock} commits; a job that resumes from it continues with the next batch"
             )
 
     def _check_not_over(self) -> None:
@@ -358,7 +358,7 @@ class CheckpointMirror:
             saves = self._job.membership.state.saves
             checkpoints.prune(target, config.keep, saves.lineage, kept, token=saves.token)
         except StoreError as error:
-            self._job.event(f"{made.name} has no second copy: {error}; the job goes on")
+            self._job.event(f"{made.name} has no second copy: {error}; the job continues")
         except Exception as error:  # our own bug: it costs the copy, not the job
             self._job.event(f"{made.name} has no second copy: {type(error).__name__}: {error}")
 

@@ -216,7 +216,7 @@ class JobContext:
     def refuse_fenced(self, name: str, incarnation: int) -> NoReturn:
         """Raises FencedError for a member that is out of the job."""
         reason = self.evicted.get(name, "it has left, or was replaced")
-        raise FencedError(f"{name}, incarnation {incarnation}, is out of the job: {reason}")
+        raise FencedError(f"{name}, incarnation {incarnation}, was removed from the job: {reason}")
 
     # -- the reconfiguration thread -----------------------------------------------------------------------
 

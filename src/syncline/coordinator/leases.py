@@ -333,8 +333,8 @@ class LeaseService:
             if not spans:
                 return  # nothing was being read
             self._job.event(
-                f"the acks of these samples were lost with slice 0: {spans}. What a live worker has used counts as "
-                "read; what a dead worker had used is read again"
+                f"the record of these samples was lost with slice 0: {spans}. Samples that a live worker has used "
+                "count as read; those of a dead worker are read again"
             )
 
     @property

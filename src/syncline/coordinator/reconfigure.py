@@ -279,7 +279,7 @@ class Reconfigurer:
             install, lost = self._planner.install(change)
         for _, text in lost:
             self._job.event(
-                f"a worker and a server were lost in one step, which is outside of what is promised: {text}"
+                f"a worker and a server died in one step, which may be applied to some slices only: {text}"
             )
         self._calls.ask(dict.fromkeys(change.servers, install), fails_soon=True)
 

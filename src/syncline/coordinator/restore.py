@@ -131,7 +131,7 @@ class ResumeService:
                 if not self._job.registry.layout.segments:
                     raise
                 self._is_gone = True  # it was removed by --keep, once all of it was registered
-                self._job.event(f"what is registered from now on starts with its own values: {error}")
+                self._job.event(f"parameters registered from now on start with the values of the script: {error}")
         return self._manifest
 
     def check_registration(self, who: str, message: Register) -> None:
@@ -177,7 +177,7 @@ class ResumeService:
         if any(p.name in names for saved in manifest.segments for p in saved.parameters):
             return True
         self._job.event(
-            f"{names[0]!r} was registered later than {manifest.name} was saved: it starts with its own values"
+            f"{names[0]!r} is not in {manifest.name}, it was registered later: it starts with the script's values"
         )
         return False
 
@@ -199,7 +199,7 @@ class ResumeService:
             if rule != before:
                 found[parameter.group] = f"the rule was {before} in the checkpoint and is {rule} now"
         for text in sorted(set(found.values())):
-            self._job.event(f"{text}: parameters are kept, the state of the rule starts afresh")
+            self._job.event(f"{text}: parameters are kept, the optimizer state starts from zero")
         return [(segment.index, group) for group in sorted(found)]
 
     # -- scripts ------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class LostSlices:
             self._job.event(
                 f"{report.told()}; {least}{counted(report.num_revoked, 'acknowledged update')} "
                 f"{'was' if report.num_revoked == 1 else 'were'} revoked"
-                + ("; steps that were under way may be on some slices only" if is_spare else "")
+                + ("; open steps may be applied to some slices only" if is_spare else "")
             )
         with self._job.lock:
             state = self._job.membership.state

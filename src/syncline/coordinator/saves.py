@@ -156,11 +156,11 @@ def take_snapshot(job: JobContext, calls: ServerCalls, cut: SnapshotAttempt) -> 
             return None
         closed = {name: answer for name, answer in answers.items() if isinstance(answer, SnapshotBarrierClosed)}
         if closed.keys() != set(cut.servers):
-            raise WaitTimeout(f"not all commits that had begun came to their end within {SNAPSHOT_SECONDS:g} s")
+            raise WaitTimeout(f"some open commits did not finish within {SNAPSHOT_SECONDS:g} s")
         verdict = cut.decide(closed, time.monotonic())
     if verdict == "late":
         raise WaitTimeout(
-            f"steps of {', '.join(cut.behind())} came to some servers only within {SNAPSHOT_SECONDS:g} s"
+            f"steps of {', '.join(cut.behind())} reached only some servers within {SNAPSHOT_SECONDS:g} s"
         )
     with job.lock:
         state = job.membership.state
@@ -177,7 +177,7 @@ def take_snapshot(job: JobContext, calls: ServerCalls, cut: SnapshotAttempt) -> 
         )
     faults.reach("snapshot_barrier.closed")
     if not calls.ask(dict.fromkeys(cut.servers, Mark(cut.number)), gives_way=False, until=cut.until + 1.0):
-        raise WaitTimeout("the servers did not mark their slices in time")
+        raise WaitTimeout("the servers did not take their snapshots in time")
     point.barrier_seconds = time.monotonic() - began
     faults.reach("save.marked")
     return point
@@ -537,7 +537,7 @@ class SaveService:
             saves = self._job.membership.state.saves
             if error is not None:
                 saves.num_failed, saves.failure = saves.num_failed + 1, str(error)
-                self._job.event(f"a save was given up ({request.reason}): {error}; the job goes on")
+                self._job.event(f"a save was given up ({request.reason}): {error}; the job continues")
             elif made is not None:
                 saves.last, saves.num_saved = made, saves.num_saved + 1
                 passed, barrier_ms = time.monotonic() - save.snapshot_at, 1000 * barrier_seconds

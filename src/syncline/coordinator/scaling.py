@@ -36,7 +36,7 @@ class ScaleService:
         with self._job.lock:
             if self._job.config.is_ring and "server" in wanted:
                 raise ConfigError(
-                    "this job is a ring: every worker's process has a server in it; say how many workers, with -w"
+                    "this job is a ring: each worker's process has a server in it; give the number of workers with -w"
                 )
             for role, count in wanted.items():
                 self._set_wanted(role, count)

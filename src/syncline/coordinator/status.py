@@ -196,12 +196,10 @@ class StatusService:
         state = self._job.membership.state
         for name, member in state.members.items():
             heard = self._job.liveness.last_heard(name)
-            step = self._job.heartbeats[name][0].step if name in self._job.heartbeats else 0
             found[name] = Known(
                 host=member.host,
                 heard_seconds=now - heard if heard is not None else 0.0,
                 left_seconds=self._job.liveness.deadline(name) - now if heard is not None else 0.0,
-                step=step,
                 state=self._pace.describe(name) if now - (heard or now) < FRESH_SECONDS else "",
             )
         for name, (_, reason) in state.fencing.items():

@@ -220,7 +220,7 @@ class BestCheckpoint:
         if self._state.best is not None:
             self._job.final_event(f"best {self._state.best.told}")
         elif self._rule is not None and self._job.membership.formed:
-            self._job.event(f"--best {self._rule.metric}: there is no checkpoint with such a reading")
+            self._job.event(f"--best {self._rule.metric}: no checkpoint has a value of this metric")
 
 
 class ValidationService:

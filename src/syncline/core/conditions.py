@@ -104,7 +104,7 @@ def leaves(condition: Condition) -> Iterator[Compare | Plateau]:
 def parse_condition(text: str, flag: str = "--stop") -> Condition:
     """Parses a condition. A ConfigError names the position, what is allowed there, and the nearest word."""
     if len(text) > MOST_LETTERS:
-        raise ConfigError(f"{flag}: the rule has {len(text)} letters; the most are {MOST_LETTERS}")
+        raise ConfigError(f"{flag}: the rule has {len(text)} characters; at most {MOST_LETTERS}")
     return _Parser(text, flag).parse()
 
 
@@ -332,7 +332,7 @@ def parse_on_plateau(text: str, flag: str = "--on-plateau") -> OnPlateau:
     times = int(found["times"] or 1) if found is not None else 1
     if found is None or not 0.0 < factor < 1e9 or factor == 1.0 or times < 1:
         raise ConfigError(
-            f"{flag} {text!r}: give what the learning rate is multiplied by, and how often that is tried (once where "
-            "nothing is said), e.g. lr*0.1, lr/2, 'lr*0.1, at most 3 times'"
+            f"{flag} {text!r}: give a factor for the learning rate, and how often to apply it (default: "
+            "once), e.g. lr*0.1, lr/2, 'lr*0.1, at most 3 times'"
         )
     return OnPlateau(factor, times)

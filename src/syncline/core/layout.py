@@ -144,11 +144,11 @@ def check_parameters(parameters: Sequence[Parameter], rules: Sequence[Rule], red
             raise LayoutError(f"two parameters are named {parameter.name!r}; names must differ")
         seen.add(parameter.name)
         if parameter.dtype not in ITEM_BYTES:
-            raise LayoutError(f"{parameter.name!r} is {parameter.dtype}; there are {', '.join(ITEM_BYTES)}")
+            raise LayoutError(f"{parameter.name!r} has dtype {parameter.dtype}; supported: {', '.join(ITEM_BYTES)}")
         if len(parameter.shape) > MAX_DIMENSIONS:
             raise LayoutError(f"{parameter.name!r} has {len(parameter.shape)} dimensions; at most {MAX_DIMENSIONS}")
         if any(size < 0 for size in parameter.shape):
-            raise LayoutError(f"{parameter.name!r} has the shape {parameter.shape}")
+            raise LayoutError(f"{parameter.name!r} has a negative size in its shape {parameter.shape}")
         if not 0 <= parameter.group < len(rules):
             raise LayoutError(f"{parameter.name!r} names rule {parameter.group}; there are {len(rules)}")
         check_rule_fits(parameter, rules[parameter.group])

@@ -204,7 +204,6 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     heard_seconds: float  # since it was last heard of
     left_seconds: float  # until it is evicted for silence
-    step: int = 0
     state: str = ""  # anything notable: its process ended, it is being restarted
 
 
@@ -242,14 +241,16 @@ def why(
     names = sorted(wait.for_whom, key=by_name)
     told = ", ".join(_told(name, known.get(name), wait, stuck_seconds) for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{_what(wait, step)} has waited {wait.seconds:.1f} s for {told}{more}"
+    return f"{_what(wait, who, step)} has waited {wait.seconds:.1f} s for {told}{more}"
 
 
-def _what(wait: Wait, step: int) -> str:
-    """Steps are counted per worker: the caller sees its own."""
-    if wait.what in ("round", "lag", "server"):
-        return f"step {step or wait.step}" if step or wait.step else "a step"
-    return wait.what
+def _what(wait: Wait, who: str, step: int) -> str:
+    """A round's step is the job's. Outside of rounds each worker counts its own, and the sentence says whose."""
+    if wait.what not in ("round", "lag", "server"):
+        return wait.what
+    number = step or wait.step
+    of_whom = f" of {wait.who}" if wait.who and wait.who != who else ""
+    return f"step {number}{of_whom}" if number else f"a step{of_whom}"
 
 
 def _told(name: str, known: Known | None, wait: Wait, stuck_seconds: float) -> str:
@@ -264,6 +265,5 @@ def _told(name: str, known: Known | None, wait: Wait, stuck_seconds: float) -> s
     else:
         words.append(f"last heard of {known.heard_seconds:.1f} s ago")
         if wait.what in ("round", "lag"):
-            words.append(f"at step {known.step}")
             words.append(f"evicted in {max(0.0, stuck_seconds - wait.seconds):.0f} s if it does not advance")
     return f"{name} on host {known.host} ({'; '.join(words)})"

@@ -86,7 +86,7 @@ def parse_policy(text: str) -> Policy:
 def _spare(text: str, number: str) -> int:
     if not _is_number(number) or int(number) < 1:
         raise ConfigError(
-            f"policy = {_short(text)}: spare=N is how many workers a round may close without, 1 or more, "
+            f"policy = {_short(text)}: spare=N is the number of workers that a round does not wait for, at least 1, "
             "e.g. sync:spare=1"
         )
     return int(number)
@@ -113,7 +113,7 @@ def policy_of(config: JobConfig) -> Policy:
     policy = parse_policy(config.policy)
     if config.window > 0 and policy.in_rounds:
         raise ConfigError(
-            f"--window {config.window} needs --policy bounded:K or async: in sync a worker has one open clock"
+            f"--window {config.window} needs --policy bounded:K or async: in sync a worker has one open step"
         )
     least = config.least_workers or config.workers
     if policy.spare >= least:

@@ -79,8 +79,8 @@ class Registry:
         for parameter in parameters:
             if parameter.name in self.layout.where:
                 raise LayoutError(
-                    f"{parameter.name!r} is registered already; register new parameters by themselves. An "
-                    "optimizer has all parameters of one that was made before, or none; add_param_group adds to it"
+                    f"{parameter.name!r} is registered already; register new parameters separately. Two "
+                    "optimizers share all parameters or none; add_param_group adds parameters to an optimizer"
                 )
 
     def _check_complete(self, who: str, ordinal: int, parameters: Sequence[Parameter]) -> None:

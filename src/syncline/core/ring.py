@@ -46,7 +46,7 @@ def check_said(said: Mapping[str, Any]) -> None:
         if key in said:
             raise ConfigError(
                 f"--exchange ring and {option} {said[key]} cannot be combined: every worker's process has a server, "
-                f"which has every slice; leave {option} out (also in syncline.toml: {key}), or say "
+                f"which has every slice; leave {option} out (also in syncline.toml: {key}), or use "
                 "--exchange servers"
             )
 

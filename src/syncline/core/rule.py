@@ -172,7 +172,7 @@ def parse_outer(text: str) -> Rule:
     """The rule that is said so; a ConfigError says what is wrong with it, and what there is."""
     found = _CALL.fullmatch(text)
     if found is None:
-        raise ConfigError(f"--outer {_short(text)}: say it as it is made, e.g. --outer '{EXAMPLE}'")
+        raise ConfigError(f"--outer {_short(text)}: write it as in Python, e.g. --outer '{EXAMPLE}'")
     name, inside = found.group(1), found.group(2)
     there_are = [known for known in OPTIONS if known not in PLAIN]
     if name not in there_are:
@@ -184,7 +184,7 @@ def parse_outer(text: str) -> Rule:
     except RuleError as error:
         raise ConfigError(f"--outer {_short(text)}: {error}") from None
     if "lr" not in rule.options:
-        raise ConfigError(f"--outer {_short(text)}: say its lr, e.g. --outer '{EXAMPLE}'")
+        raise ConfigError(f"--outer {_short(text)}: give its lr, e.g. --outer '{EXAMPLE}'")
     return rule
 
 
@@ -195,10 +195,10 @@ def _options(text: str, inside: str) -> dict[str, Option]:
         found = _OPTION.match(inside, place)
         if found is None:
             where = inside[place:].strip()
-            raise ConfigError(f"--outer {_short(text)}: {_short(where)} is no name=value, e.g. '{EXAMPLE}'")
+            raise ConfigError(f"--outer {_short(text)}: {_short(where)} is not name=value, e.g. '{EXAMPLE}'")
         key, several, one = found.groups()
         if key in options:
-            raise ConfigError(f"--outer {_short(text)}: {key} is said twice")
+            raise ConfigError(f"--outer {_short(text)}: {key} is given twice")
         if several is None:
             options[key] = _value(text, key, one)
         else:
@@ -214,7 +214,7 @@ def _value(text: str, key: str, said: str) -> Number:
         return _WORDS[said]
     if _NUMBER.fullmatch(said) is None:
         raise ConfigError(
-            f"--outer {_short(text)}: {key}={_short(said)} is no number, True, False or tuple of numbers"
+            f"--outer {_short(text)}: {key}={_short(said)} is not a number, True, False or a tuple of numbers"
         )
     number = int(said) if re.fullmatch(r"[+-]?\d+", said) else float(said)
     if not math.isfinite(number):

@@ -102,8 +102,8 @@ def batches(
     name, number = passes.next(source, name, epoch, kind=kind, named=job.samples.name_loader)
     if shuffle and epoch is None and not number and passes.is_gone(kind):
         job.notice(
-            "batches over a source that was opened again begin with the same order again: open it once, before the "
-            "loop over the epochs, and every pass has an order of its own"
+            "batches over a source that was opened again start with the same order again: open it once, before the "
+            "loop over the epochs, and each pass has a new order"
         )
     if isinstance(source, Source):
         order = order_of(source, shuffle=shuffle, seed=seed, epoch=number)
@@ -116,7 +116,7 @@ def _checked(source: object, batch_size: object) -> int:
     """Validates the batch size and that the source can be read in batches."""
     if not isinstance(source, Source | ShardSource):
         raise ConfigError(
-            f"batches are read from a source, and {type(source).__name__} is none; give syncline.data.ArraySource(…) "
+            f"batches() needs a source, and {type(source).__name__} is none; give syncline.data.ArraySource(…) "
             "for arrays, IterableSource(…) for what can be iterated over, open(path) for files"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):

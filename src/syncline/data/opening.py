@@ -42,7 +42,7 @@ def open_source(
     """
     text = os.fspath(path_or_name)
     if isinstance(columns, str):
-        raise ConfigError(f"{text}: columns= is a list of names; say columns=[{columns!r}] for this one")
+        raise ConfigError(f"{text}: columns= is a list of names; use columns=[{columns!r}] for this one")
     if kind is None and isinstance(path_or_name, str) and (text == "iris" or text in _IMAGE_SETS):
         if storage_options:
             raise ConfigError(f"{text}: storage_options are for remote paths; leave them out for {text}")
@@ -90,9 +90,9 @@ def _guessed(files: Files) -> str:
     for path in files.paths:
         kind = next((kind for kind, suffixes in _SUFFIXES.items() if path.lower().endswith(suffixes)), None)
         if kind is None:
-            raise ConfigError(f"{path}: its name does not say what it is; say kind= {', '.join(_SUFFIXES)}")
+            raise ConfigError(f"{path}: the file type is not clear from its name; give kind= {', '.join(_SUFFIXES)}")
         kinds.setdefault(kind, path)
     if len(kinds) > 1:
         (first, one), (second, other), *_ = kinds.items()
-        raise ConfigError(f"{files.path}: {one} is {first} and {other} is {second}; say which with kind=")
+        raise ConfigError(f"{files.path}: {one} is {first} and {other} is {second}; choose with kind=")
     return next(iter(kinds))

@@ -64,7 +64,7 @@ class TarSource:
                 continue
             if not member.isfile():  # read in sequence, what it leads to may be behind us
                 raise DataError(
-                    f"{where}: {member.name} is no file but a link or the like; write the shard with "
+                    f"{where}: {member.name} is a link, not a file; write the shard with "
                     "`tar --dereference --hard-dereference`"
                 )
             if field in sample:

@@ -86,7 +86,7 @@ class _MappedShards:
 
 
 def _failed(transform: Transform, where: str, error: Exception) -> DataError:
-    return DataError(f"{_name(transform)} raised {type(error).__name__} on {where}: {error}; mend it, or the sample")
+    return DataError(f"{_name(transform)} raised {type(error).__name__} on {where}: {error}; fix it, or the sample")
 
 
 def _name(transform: Transform) -> str:

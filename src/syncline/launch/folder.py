@@ -52,7 +52,7 @@ def claim_name(runs: pathlib.Path, name: str) -> str:
 
 
 def _unusable(folder: pathlib.Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; say another with --runs DIR")
+    return ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; use another: --runs DIR")
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
     if descriptor is None:
         holder = holder_of(folder)
         raise ConfigError(
-            f"the job {name} is running{f' (pid {holder})' if holder else ''}; end it, or say another --name"
+            f"the job {name} is running{f' (pid {holder})' if holder else ''}; end it, or choose another --name"
         )
     try:
         os.truncate(descriptor, 0)

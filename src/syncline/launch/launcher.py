@@ -77,7 +77,7 @@ class Launcher:
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
-        self._given_up: dict[str, tuple[str, int]] = {}  # workers that the job goes on without: reason, exit code
+        self._given_up: dict[str, tuple[str, int]] = {}  # workers that the job continues without: reason, exit code
         self._own_mistakes: dict[str, tuple[str, int]] = {}  # workers that ended by their script, the first first
         self._codes: dict[str, int] = {}
         self._standings: Standings | None = None
@@ -211,7 +211,7 @@ class Launcher:
         counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
-            self._say(f"{name} {reason}; the job has gone on and ended without it")
+            self._say(f"{name} {reason}; the job continued and ended without it")
             self._tally.died(name, reason, time.monotonic(), comes_back=False)
         elif code == 0 and (role != "worker" or left):
             self._finished.add(name)  # a server has left, or the job is over
@@ -228,7 +228,7 @@ class Launcher:
             self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))  # its server was there still
         elif code == -signal.SIGTERM and role != "coordinator":
             self._finished.add(name)  # somebody wants it to go, at once
-            self._say(f"{name} {reason}; it is not started again")
+            self._say(f"{name} {reason}; it is not restarted")
             self._tally.died(name, reason, time.monotonic(), comes_back=False)
             self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
         elif self._has_ended or (left and role == "worker" and self._standings and not life.had_left):
@@ -271,7 +271,7 @@ class Launcher:
         if not again.starts_again:
             told = again.describe(name, reason)
             if again.most and life.plan.starts_again and is_of_the_script(code) and self._has_stepped:
-                self._go_on_without(name, reason, exit_code(code), f"{told}; the job goes on without it")
+                self._go_on_without(name, reason, exit_code(code), f"{told}; the job continues without it")
             else:
                 self._fail(name, reason, exit_code(code), told)
             return
@@ -323,7 +323,7 @@ class Launcher:
         return self._restarts.has_pushed(name, self._settled(name))
 
     def _go_on_without(self, name: str, reason: str, code: int, line: str = "") -> None:
-        """This worker is not started again. The job goes on while other workers are there."""
+        """This worker is not restarted. The job goes on while other workers are there."""
         self._given_up[name] = (reason, code)
         others = [other for other in (*self._lives.names("worker"), *self._due) if other != name]
         if not any(other.startswith("worker-") for other in others) and not self._is_chief_done:

@@ -15,7 +15,7 @@ from syncline.launch.forwarding import Forwarder
 from syncline.launch.oom import OomKills
 from syncline.launch.processes import MemberPlan, MemberProcess, describe_exit
 
-#: What a server prints on SIGTERM; only true if the job goes on without it.
+#: What a server prints on SIGTERM; only true if the job continues without it.
 LEAVES = "leaves: its slices go to other servers"
 #: Between the first SIGTERM (finish the step and leave) and the second (end at once).
 SECOND_WORD_SECONDS = 0.05

@@ -139,7 +139,7 @@ def join(
             assert isinstance(answer, Joined)
             return answer
         except WaitTimeout:
-            raise WaitTimeout(f"the job was not whole within {seconds:g} s") from None
+            raise WaitTimeout(f"not all members joined the job within {seconds:g} s") from None
         except ConnectionLost:
             if not isinstance(way, Link) or time.monotonic() > until:
                 raise

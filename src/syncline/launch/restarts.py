@@ -91,10 +91,10 @@ class Restarts:
 def why_not_again(name: str, reason: str, *, has_position: bool, others_have_finished: bool) -> str:
     """Why a worker is not restarted, in one line; empty if it is."""
     if others_have_finished:
-        return f"{name} {reason}; the other workers have finished their work, so it is not started again"
+        return f"{name} {reason}; the other workers have finished their work, so it is not restarted"
     if not has_position:
         return (
-            f"{name} {reason}; it is not started again, since its steps have no position and would be made twice. "
+            f"{name} {reason}; it is not restarted, since its steps have no position and would be made twice. "
             f"The job goes on without it. {REMEDY}"
         )
     return ""

@@ -49,7 +49,7 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
         return current_job()
     known = configuration.check_known(defaults, "init()")
     for key in configuration.LAUNCH_ONLY.intersection(known):
-        raise ConfigError(f"init({key}=…): this is said at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
+        raise ConfigError(f"init({key}=…): this is set at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
     leave_out_the_compiler()
     threads.settle_again()
     if _invitation is not None:

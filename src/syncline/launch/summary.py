@@ -30,7 +30,7 @@ class Death:
     def told(self) -> str:
         """In words."""
         if not self.comes_back:
-            after = "not started again"
+            after = "not restarted"
         elif self.died_again:
             after = "died again before it was back"
         elif self.back_seconds is None:

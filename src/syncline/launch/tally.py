@@ -69,7 +69,7 @@ class Tally:
             self._deaths[found.index] = dataclasses.replace(death, back_seconds=now - found.at)
 
     def died(self, name: str, reason: str, now: float, *, comes_back: bool) -> None:
-        """A member's process has ended, and the job goes on. `comes_back`: it is restarted."""
+        """A member's process has ended, and the job continues. `comes_back`: it is restarted."""
         if (before := self._open.pop(name, None)) is not None:
             self._deaths[before.index] = dataclasses.replace(self._deaths[before.index], died_again=True)
         self._deaths.append(Death(name, reason, self._num_steps, comes_back))

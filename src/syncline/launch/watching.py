@@ -52,8 +52,8 @@ def ask(file: JobFile, message: Message, kind: type[T], seconds: float = ASK_SEC
         except (OSError, ConnectionLost, WaitTimeout) as error:
             if time.monotonic() + AGAIN_SECONDS > until:
                 raise ConnectionLost(
-                    f"no coordinator answers at {file.host}:{file.port} within {seconds:g} s ({error}); has the "
-                    "job ended?"
+                    f"no answer from the coordinator at {file.host}:{file.port} within {seconds:g} s ({error}); "
+                    "has the job ended?"
                 ) from None
         time.sleep(AGAIN_SECONDS)
 

@@ -77,7 +77,7 @@ def join_as_worker(
     """A worker's way into its job; in a ring, with its own server."""
     if defaults.get("exchange") == "ring" and "exchange" not in file.given:
         raise ConfigError(
-            'init(exchange="ring"): this job has servers, in processes of their own; say it at launch: syncline run '
+            'init(exchange="ring"): this job has servers, in processes of their own; set it at launch: syncline run '
             '--exchange ring, or exchange = "ring" in syncline.toml'
         )
     stamp, handlers, process = Stamp(file.job), CoordinatorHandlers(), secrets.token_hex(8)

@@ -39,7 +39,7 @@ def ack_handlers(
         known = commits()
         with known.state_lock:
             waiting, slots = open_here(known), list(slices.values())
-        # In this order: what is applied in between is said twice, and not left out.
+        # In this order: what is applied in between is given twice, and not left out.
         acks, late = unconfirmed_here(slots)
         if not any(slot.part.id == 0 for slot in slots):
             raise ProtocolError("slice 0 has another primary")

@@ -207,14 +207,14 @@ class Voting:
             send.send()
         self._look(work.ballot)
 
-    def missing(self, now: float) -> list[tuple[int, list[str], float]]:
-        """Rounds that wait: step, servers without a vote, seconds. For a round that is being summed: the servers
+    def missing(self, now: float) -> list[tuple[list[str], float]]:
+        """Rounds that wait: servers without a vote, seconds. For a round that is being summed: the servers
         whose part is missing.
         """
         cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
         found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
         found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
-        return [(commit.clock, names, now - commit.item.since) for commit, names in found if names]
+        return [(names, now - commit.item.since) for commit, names in found if names]
 
     def hear(self, request: Request, message: Vote) -> None:
         with self._state_lock:

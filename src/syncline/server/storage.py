@@ -287,5 +287,5 @@ def home_of(name: str, say: Callable[[str], None]) -> SliceStorage:
     count = torch.cuda.device_count()
     if index >= count:
         there = f"torch sees {counted(count, 'GPU') if count else 'no GPUs'} on the server's host"
-        raise ConfigError(f"--server-device {name}: {there}; leave it out, or say cpu")
+        raise ConfigError(f"--server-device {name}: {there}; leave it out, or use cpu")
     return DeviceStorage(torch.device("cuda", index), say)

@@ -68,7 +68,7 @@ class RingRounds(Protocol):
     def is_through(self, work: RoundTask) -> None:
         """The round is applied, or was dropped. Not under `state_lock`."""
 
-    def missing(self, now: float) -> list[tuple[int, list[str], float]]:
+    def missing(self, now: float) -> list[tuple[list[str], float]]:
         """The rounds that wait for votes: clock, the servers that have not voted, and for how many seconds."""
 
 

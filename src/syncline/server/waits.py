@@ -20,27 +20,28 @@ def beat_of(commits: Commits, slots: Collection[HostedSlice]) -> Heartbeat:
     now = time.monotonic()
     with commits.state_lock:
         clocks = {s.name: s.clock for s in commits.rounds.standings.values() if not s.left}
-        waits = [*_rounds(commits, now), *_lags(commits, now)]
+        updates = max((slot.state.version for slot in slots), default=0)
+        waits = [*_rounds(commits, updates + 1, now), *_lags(commits, now)]
     acks, late = unconfirmed_here(slots)
-    updates = max((slot.state.version for slot in slots), default=0)
     return Heartbeat(clocks=clocks, waits=[*waits, *_backups(slots, now)], acks=acks, late=late, num_updates=updates)
 
 
-def _rounds(commits: Commits, now: float) -> list[Wait]:
+def _rounds(commits: Commits, step: int, now: float) -> list[Wait]:
+    """`step`: of the job. The clocks of workers that were restarted differ from it and from each other."""
     found = []
     missing = commits.rounds.missing()
     oldest = list(commits.rounds.open_commits())
     if missing and oldest:
         there = [commit for commit in oldest if commit.worker not in missing]
         since = min(commit.item.since for commit in there or oldest)
-        found.append(Wait("", (there or oldest)[0].clock, missing, max(0.0, now - since), "round"))
+        found.append(Wait("", step, missing, max(0.0, now - since), "round"))
     for work in commits.flow.clipping.works():
         asked = [commit for commit in work.commits if not commit.item.is_fenced]
         if asked and not work.applied and not work.scaled:
             since = min(commit.item.since for commit in asked)
-            found.append(Wait("", asked[0].clock, [commit.worker for commit in asked], now - since, "round"))
+            found.append(Wait("", step, [commit.worker for commit in asked], now - since, "round"))
     votes = commits.flow.ring.missing(now) if commits.flow.ring is not None else []
-    found += [Wait("", clock, names, s, "server") for clock, names, s in votes if s >= MOMENT_SECONDS]
+    found += [Wait("", step, names, s, "server") for names, s in votes if s >= MOMENT_SECONDS]
     return found
 
 

@@ -94,7 +94,7 @@ def read_manifest(folder: Folder, digest: str = "") -> tuple[Manifest, str]:
     if end is None or end[1].decode() != found:
         raise DamagedError(f"{where} is damaged: its last line is not the sha256 of the rest")
     if digest and digest != found:
-        raise StoreError(f"{where} is not the one that was meant: its digest is {found[:12]}…, not {digest[:12]}…")
+        raise StoreError(f"{where} is another one than expected: its digest is {found[:12]}…, not {digest[:12]}…")
     return decode_manifest(text, where), found
 
 
@@ -147,7 +147,7 @@ def candidates(folder: Folder, say: Callable[[str], None] = lambda words: None) 
         if found.manifest is not None:
             yield Chosen(folder.join(found.name), found.manifest, found.digest)
         elif not found.is_unfinished:
-            say(f"{folder.url}/{found.name} is passed over: {found.reason}")
+            say(f"{folder.url}/{found.name} is skipped: {found.reason}")
 
 
 def choose(folder: Folder, say: Callable[[str], None], kind: str = "whole") -> Chosen | None:
@@ -159,7 +159,7 @@ def choose(folder: Folder, say: Callable[[str], None], kind: str = "whole") -> C
             verify(chosen.folder, chosen.manifest)
             return chosen
         except StoreError as error:
-            say(f"{chosen.folder.url} is passed over: {error}")
+            say(f"{chosen.folder.url} is skipped: {error}")
     return None
 
 
@@ -198,7 +198,7 @@ def write_manifest(folder: Folder, manifest: Manifest) -> str:
     where = f"{folder.url}/{MANIFEST}"
     options = [spec.options for segment in manifest.segments for spec in segment.rules]
     if not _is_finite([manifest.steering, manifest.config, options]):
-        raise StoreError(f"{where} cannot be written: its steering, config or rules have NaN or Inf, JSON has none")
+        raise StoreError(f"{where} cannot be written: its settings or rules have NaN or Inf, unknown to JSON")
     check_manifest(manifest, where)
     text = msgspec.json.encode(manifest) + b"\n"
     decode_manifest(text, where)  # never write an unreadable manifest

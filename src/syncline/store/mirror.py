@@ -28,7 +28,7 @@ def copy_checkpoint(source: Folder, target: Folder, name: str) -> str:
     different checkpoint of the same name is never overwritten.
     """
     if number_in(name) is None:
-        raise StoreError(f"{name!r} is no checkpoint's name")
+        raise StoreError(f"{name!r} is not the name of a checkpoint")
     here, there = source.join(name), target.join(name)
     manifest, digest = read_manifest(here)
     if _has(there, digest):

@@ -145,6 +145,4 @@ class RemoteFolder:
     def _check(self, name: str, size: int) -> None:
         found = self.size(name)
         if found != size:
-            raise StoreError(
-                f"{self.url}/{name} has {found} bytes, {size} were put there; see that the store is sound"
-            )
+            raise StoreError(f"{self.url}/{name} has {found} bytes, {size} were written; check the store")

@@ -213,7 +213,7 @@ def _first(
         try:
             result = use(found)
         except StoreError as error:
-            reasons.append(f"{chosen.folder.url} is passed over: {error}")
+            reasons.append(f"{chosen.folder.url} is skipped: {error}")
             continue
         for reason in reasons:
             warnings.warn(reason, RuntimeWarning, stacklevel=4)

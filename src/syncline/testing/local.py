@@ -85,8 +85,8 @@ class LocalJob:
         self.coordinator.job.fail(name, reason)
 
     def kill(self, name: str) -> None:
-        """This member is gone from one moment to the next, as by SIGKILL; the job goes on as far as it can. In a ring
-        worker-1 and server-1 are one process."""
+        """This member is gone from one moment to the next, as by SIGKILL; the job continues as far as it can. In a
+        ring worker-1 and server-1 are one process."""
         self.process.kill(name)
 
     def add_server(self, name: str, on: str = "local") -> None:

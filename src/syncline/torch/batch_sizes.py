@@ -68,8 +68,8 @@ class BatchSizes:
             self._end()
             self._job.notice(
                 f"the batches of {self._job.name} have unequal sizes ({one} samples in one step, {other} in the "
-                "next), and each counts the same in the mean of the workers: give the number of samples by "
-                "opt.step(weight=n), or use syncline.torch.DataLoader, which does so by itself"
+                "next), and each counts the same in the mean of the workers: pass the number of samples, "
+                "opt.step(weight=n), or use syncline.torch.DataLoader, which does it for you"
             )
 
     def _end(self) -> None:

@@ -186,8 +186,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _num_samples(self) -> int:
         if self._data.num_samples is None:
             raise TypeError(
-                "DataLoader: how many samples there are in shards shows when they are read; count steps as they "
-                "come, and make schedules by job.step or by time"
+                "DataLoader: the number of samples in shards is known only after they are read; use schedules by "
+                "job.step or by time"
             )
         return self._data.num_samples
 
@@ -390,8 +390,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         size = (self.__dict__["batch_size"], self._global)
         if job.samples.has_begun((id(self._given_data), size, self.seed)):
             job.notice(
-                "a new DataLoader over the same data begins with the same order again: make it once, before the "
-                "loop over the epochs, and every pass has an order of its own"
+                "a new DataLoader over the same data starts with the same order again: create it once, before the "
+                "loop over the epochs, and each pass has a new order"
             )
 
     def _is_being_read(self) -> bool:

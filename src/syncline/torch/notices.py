@@ -61,9 +61,9 @@ class Notices:
     def tell_change(self) -> None:
         self.has_told_change = True
         self._job.notice(
-            "the script has written to parameters between two steps (load_state_dict, clamp_, …): the values of the "
-            "servers count, and come back with this step. Load weights before the first step, in async and bounded "
-            "before you make the DistributedOptimizer"
+            "the script has written to parameters between two steps (load_state_dict, clamp_, …): this step "
+            "overwrites them with the servers' values. Load weights before the first step, in async and bounded "
+            "before you create the DistributedOptimizer"
         )
 
     def before_push(self) -> None:

@@ -55,7 +55,7 @@ class Remembered:
             if key == "params":
                 continue
             if key in own and not _same(own[key], before.get(key)):
-                self._notice(f"{key} = {own[key]} is what the script says now; it was {before.get(key)} when saved")
+                self._notice(f"{key} = {own[key]} is set by the script; it was {before.get(key)} when saved")
             elif isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                 group[key].copy_(value)
             else:

@@ -58,7 +58,7 @@ class Schedulers:
         twice = {name for name in names if names.count(name) > 1}
         for name in sorted(twice):
             self._notice(
-                f"there are two schedulers of the class {name} on one optimizer: a worker that is started again "
+                f"there are two schedulers of the class {name} on one optimizer: a restarted worker "
                 'cannot tell them apart; name each, e.g. job.state["warmup"] = scheduler'
             )
         self._found = {name: one for name, one in zip(names, outermost, strict=True) if name not in twice}

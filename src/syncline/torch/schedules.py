@@ -80,7 +80,7 @@ def schedule(opt: DistributedOptimizer, fn: Factor | Sequence[Factor]) -> Schedu
     if not isinstance(opt, DistributedOptimizer):
         raise ConfigError(f"schedule takes a syncline.torch.DistributedOptimizer, not {type(opt).__name__}")
     if not callable(fn) and not (isinstance(fn, Sequence) and fn and all(callable(one) for one in fn)):
-        raise ConfigError(f"schedule: {fn!r} is no function of the progress, and no list of them, one for each group")
+        raise ConfigError(f"schedule: {fn!r} must be a function of the progress, or a list of one for each group")
     made = Schedule(fn, opt.param_groups)
     opt.follow(made.apply)
     return made

@@ -53,7 +53,7 @@ def describe(name: str, array: Array, group: int = 0) -> Parameter:
         raise LayoutError(f"{name!r} is a {type(array).__name__}; give NumPy arrays or torch CPU tensors")
     dtype = dtype_of(array)
     if dtype not in ITEM_BYTES:
-        raise LayoutError(f"{name!r} is {dtype}; there are {', '.join(ITEM_BYTES)}")
+        raise LayoutError(f"{name!r} has dtype {dtype}; supported: {', '.join(ITEM_BYTES)}")
     return Parameter(name, dtype, tuple(int(size) for size in array.shape), group)
 
 

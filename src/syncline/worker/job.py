@@ -45,7 +45,7 @@ def choose_device(said: str, members: Iterable[Member], host: str, local_rank: i
     torch = sys.modules.get("torch")
     if said != "auto":
         if said.startswith("cuda") and torch is not None and not torch.cuda.is_available():
-            raise ConfigError(f"--device {said}: torch sees no GPU here; leave it out, or say cpu")
+            raise ConfigError(f"--device {said}: torch sees no GPU here; leave it out, or use cpu")
         return said
     num_local = sum(member.role == "worker" and member.host == host for member in members)
     num_gpus = torch.cuda.device_count() if torch is not None else 0

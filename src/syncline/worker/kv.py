@@ -296,7 +296,7 @@ class KeyValue:
         calls this again.
         """
         if not options:
-            raise ConfigError("kv.set() changes nothing; say what, e.g. kv.set(lr=0.05)")
+            raise ConfigError("kv.set() changes nothing; give an option, e.g. kv.set(lr=0.05)")
         groups = self._groups(names)
         known = {(index, group): self.layout.segments[index].rules[group] for index, group in groups}
         if names is None:

@@ -158,8 +158,8 @@ class Measures:
     def _checked(self, name: str, value: Any) -> float:
         if not METRIC.fullmatch(name) or len(name) > MOST_LETTERS:
             raise ConfigError(
-                f"job.report: {name[:MOST_LETTERS]!r} is no name of a metric: letters, digits, '_', '-' and '/', and "
-                f"a letter or '_' first; at most {MOST_LETTERS}"
+                f"job.report: {name[:MOST_LETTERS]!r} is not a name for a metric: letters, digits, '_', '-' and '/', "
+                f"and a letter or '_' first; at most {MOST_LETTERS}"
             )
         if name not in self._taken and len(self._taken) >= MOST_METRICS:
             near = difflib.get_close_matches(name, self._taken, n=1)
@@ -168,7 +168,7 @@ class Measures:
         number = _number(name, value)
         if not math.isfinite(number) and name not in self._noted:
             self._noted.add(name)
-            self._say(f"{self._job.name} reports {name} = {number} at step {self._job.step}: it is in no mean")
+            self._say(f"{self._job.name} reports {name} = {number} at step {self._job.step}: left out of the mean")
         return number
 
     # -- the end of training ------------------------------------------------------------------------------

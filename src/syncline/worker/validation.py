@@ -445,7 +445,7 @@ def _due_since(one: Validated, step: int) -> int:
 def number_of(name: Any, value: Any) -> float:
     """Numbers, and scalars of NumPy, torch and others."""
     if not isinstance(name, str) or not METRIC.fullmatch(name):
-        raise ConfigError(f"job.validate: {name!r:.80} is no name of a metric: letters, digits, '_', '-' and '/'")
+        raise ConfigError(f"job.validate: {name!r:.80} is not a name for a metric: letters, digits, '_', '-' and '/'")
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -78,7 +78,7 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
             )
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{where} is damaged: it is no manifest ({error})") from error
+        raise DamagedError(f"{where} is damaged: it is not a manifest ({error})") from error
     check_manifest(manifest, where)
     return manifest
 

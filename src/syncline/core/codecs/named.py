@@ -45,7 +45,7 @@ def codecs_of(config: JobConfig, load: Load | None = None) -> Codecs:
     pull = parse_codec("--pull-codec", config.pull_codec, load)
     if isinstance(pull, TopK):
         raise ConfigError(
-            f"--pull-codec {config.pull_codec}: parameters that do not travel would be 0; there are "
+            f"--pull-codec {config.pull_codec}: a pull needs every parameter; choose from "
             f"{', '.join(_PLAIN)}, or package.module:name"
         )
     exempt = tuple(name.strip() for name in config.codec_exempt.split(",") if name.strip())

@@ -45,11 +45,11 @@ class Encoder:
         try:
             return self._encode(value, path, 0)
         except RecursionError:
-            raise ConfigError(f"{path}: it is too deep to be saved, or holds itself") from None
+            raise ConfigError(f"{path}: it is nested too deeply, or contains itself") from None
 
     def _encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{path[:200]}…: it is too deep to be saved, or holds itself")
+            raise ConfigError(f"{path[:200]}…: it is nested too deeply, or contains itself")
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value

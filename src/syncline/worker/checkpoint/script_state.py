@@ -96,7 +96,7 @@ class ScriptState(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if type(name) is not str or not name:
-            raise ConfigError(f"job.state[{name!r}]: a name is a text")
+            raise ConfigError(f"job.state[{name!r}]: a name must be a string")
         Encoder(copies=False).encode(_state_of(name, value), _path(name))
         self._held[name] = value
         is_first = name not in self._claimed

@@ -254,7 +254,7 @@ class PeerWait:
         if link.incarnation in self._peers.live:
             return
         if now - self._gone_since.setdefault(link, now) > (0.0 if link.waiter_reads else _LAST_WORDS_SECONDS):
-            raise PeerGone(link, "it is no member of the job any more")
+            raise PeerGone(link, "it is no longer a member of the job")
 
     def look(self, names: list[str], is_late: bool) -> None:
         """Now and then: how it has ended for this worker, what others say, a validation that waits for this one."""

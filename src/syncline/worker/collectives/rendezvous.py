@@ -313,7 +313,7 @@ class Rendezvous:
 
     def _link(self, member: Member) -> PeerLink | None:
         if member.incarnation not in self._peers.live:
-            raise CollectiveError(f"{member.name} is gone: it is no member of the job any more")
+            raise CollectiveError(f"{member.name} is gone: it is no longer a member of the job")
         try:
             return self._peers.link(member)
         except ConnectionLost as error:

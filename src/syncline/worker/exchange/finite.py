@@ -234,7 +234,7 @@ class FiniteCheck:
         self, config: JobConfig, who: str, say: Callable[[str], None], now: Callable[[], float] = time.monotonic
     ) -> None:
         self._config, self._who, self._say, self._now = config, who, say, now
-        self._others = "the round goes on" if policy_of(config).in_rounds else "the job goes on"
+        self._others = "the round continues" if policy_of(config).in_rounds else "the job continues"
         self.num_refused = 0  #: pushes that were not finite
         self.is_quarantined = False  #: whether this worker's pushes no longer count
         self._is_on = config.check_finite
@@ -294,8 +294,8 @@ class FiniteCheck:
     def _for_nothing(self, what: str) -> RuleError:
         """The only worker is quarantined: no parameter would change again."""
         return RuleError(
-            f"{self._who}: {what}; {self._in_a_row} pushes in a row were not, and no other worker is there to go on. "
-            "Lower the learning rate, clip (clip_norm), or look for NaN in the data; "
+            f"{self._who}: {what}; {self._in_a_row} pushes in a row were not, and there is no other worker to "
+            "continue. Lower the learning rate, clip (clip_norm), or look for NaN in the data; "
             "--no-check-finite lets everything through"
         )
 

@@ -85,9 +85,11 @@ class ServersExchange:
             ask=self._ask_coordinator, check=handlers.check, fenced=self._fenced,
             give_up=self._give_up, replay_open=self._replay_open,
         )  # fmt: skip
+        policy = policy_of(config)
+        self._in_rounds = policy.in_rounds
         self._participation = Participation(
             self.routes, self._replay, link,
-            policy=policy_of(config), is_late=is_late, wait_seconds=config.wait_seconds,
+            policy=policy, is_late=is_late, wait_seconds=config.wait_seconds,
             is_in_loop=lambda: self.lease_acks.num_loops > 0,
         )  # fmt: skip
         self._open: collections.deque[ServersTicket] = collections.deque()
@@ -269,7 +271,7 @@ class ServersExchange:
             flow.wait_until_staged(self.wait_seconds)
             if flow.waits_for_decision:
                 self.times.lap(phase)
-                with self.waits.of("step", step=ticket.clock, servers=ticket.unanswered):
+                with self.waits.of("step", step=self._step_of(ticket), servers=ticket.unanswered):
                     flow.wait_until_decided(self.wait_seconds)
                 self.times.lap("wait")
         except WaitTimeout:
@@ -321,7 +323,7 @@ class ServersExchange:
             faults.reach("commit.landed")
 
     def _await_long(self, ticket: ServersTicket, began: float, until: float) -> None:
-        with self.waits.of("step", step=ticket.clock, began=began, servers=ticket.unanswered):
+        with self.waits.of("step", step=self._step_of(ticket), began=began, servers=ticket.unanswered):
             while not ticket.flow.arrives(max(0.0, min(_LONG_LOOK_SECONDS, until - time.monotonic()))):
                 if time.monotonic() >= until:
                     raise WaitTimeout
@@ -348,8 +350,14 @@ class ServersExchange:
             self.times.lap("wait")
         return False
 
+    def _step_of(self, ticket: ServersTicket) -> int:
+        """The number of a step for people: in rounds the job's, which is equal in all workers; otherwise the number
+        of commits of this process.
+        """
+        return self.copies.most_updates + 1 if self._in_rounds else ticket.clock
+
     def _has_waited(self, ticket: ServersTicket, began: float) -> WaitTimeout:
-        return WaitTimeout(f"step {ticket.clock} has waited {time.monotonic() - began:.1f} s: {self.why()}")
+        return WaitTimeout(f"step {self._step_of(ticket)} has waited {time.monotonic() - began:.1f} s: {self.why()}")
 
     def _ask_why(self, step: int, servers: Sequence[str]) -> str:
         answer = self._ask_coordinator(AskWhy(step, list(servers)), _WHY_SECONDS)
