@@ -11,6 +11,7 @@ import msgspec
 
 from syncline.config import JobConfig
 from syncline.errors import ConfigError, RuleError
+from syncline.extensions import is_named
 
 Number = bool | int | float | str | None
 Option = Number | tuple[Number, ...]
@@ -67,14 +68,22 @@ class RuleSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def elementwise(self) -> bool:
         """Whether a tensor may be split across slices under this rule."""
-        return self.name not in WHOLE_TENSOR
+        return self.name not in WHOLE_TENSOR and not is_named(self.name)
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """The options that it can be given; of a user's own rule, those that it was registered with."""
+        return OPTIONS.get(self.name) or tuple(self.options)
 
     def rule(self) -> Rule:
         return Rule(self.name, **self.options)
 
 
 class Rule:
-    """`Rule("Adam", lr=1e-3)`: a torch.optim optimizer by name, or `Add`, or `Assign`."""
+    """`Rule("Adam", lr=1e-3)`: a torch.optim optimizer by name, or `Add`, or `Assign`.
+
+    `Rule("package.module:Name", lr=1e-3)`: a torch optimizer of your own. Servers import it by this name.
+    """
 
     __slots__ = ("spec",)
 
@@ -126,13 +135,14 @@ def plain_number(rule: str, key: str, value: object) -> Number:
 
 def check_rule(rule: RuleSpec) -> None:
     """Raises RuleError for an unknown name or option."""
-    if rule.name not in OPTIONS:
+    own = is_named(rule.name)
+    if rule.name not in OPTIONS and not own:
         hint = " (LBFGS needs a closure)" if rule.name == "LBFGS" else ""
         if rule.name == "SparseAdam":
             raise RuleError(f"there is no rule 'SparseAdam': servers take no sparse gradients yet; {SPARSE_REMEDY}")
         raise RuleError(f"there is no rule {rule.name!r}{hint}; choose from: {', '.join(OPTIONS)}")
     for key, value in rule.options.items():
-        if key not in OPTIONS[rule.name]:
+        if not own and key not in OPTIONS[rule.name]:
             known = ", ".join(OPTIONS[rule.name]) or "none"
             raise RuleError(f"rule {rule.name} has no option {key!r}; it has: {known}")
         for number in value if isinstance(value, tuple) else (value,):
@@ -145,7 +155,7 @@ def check_state(rule: str, key: str, dtype: str, shape: tuple[int, ...], of: tup
 
     torch's kernels do not check sizes: they would write beyond the end of a small one.
     """
-    if key in NUMBERS:
+    if key in NUMBERS or (is_named(rule) and math.prod(shape) == 1):
         fits = math.prod(shape) == 1
     else:
         fits = dtype == of[0] and shape in _shapes(rule, of[1])

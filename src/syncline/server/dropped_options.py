@@ -53,7 +53,7 @@ class DroppedOptions:
                     say(self._sentence(name, item, leading))
 
     def _differ_in_rates_only(self, item: StagedCommit, leading: Commit[StagedCommit]) -> bool:
-        return self._counts_rates and all(key == "lr" for key, _, _ in self._differing(item, leading.item))
+        return self._counts_rates and all(key == "lr" for key, *_ in self._differing(item, leading.item))
 
     def _counts(self, name: str, item: StagedCommit, leading: Commit[StagedCommit]) -> bool:
         """Whether the difference is worth a report: values that stay as they are, or that are far from each other."""

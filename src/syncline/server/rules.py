@@ -16,9 +16,10 @@ import torch
 
 from syncline.core.aggregate import Aggregate
 from syncline.core.layout import INTEGERS, Segment, Slice
-from syncline.core.rule import OPTIONS, PLAIN, SCALES_WITH_GRADIENT, Option, RuleSpec, check_state
+from syncline.core.rule import PLAIN, SCALES_WITH_GRADIENT, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
-from syncline.errors import ProtocolError, RuleError
+from syncline.errors import ConfigError, ProtocolError, RuleError
+from syncline.extensions import is_named, load
 from syncline.net.transport import buffer_of
 from syncline.server.aggregation import aggregate_tensors
 from syncline.server.gather import Gathered, Overrides
@@ -496,12 +497,14 @@ class SliceRules:
         """`weight` scales the gradients, or the step where the rule divides gradients by their size."""
         optimizer = self._optimizers[group]
         settings = optimizer.param_groups[0]
-        if weight != 1.0 and self.segment.rules[group].name in SCALES_WITH_GRADIENT:
+        if weight != 1.0 and (
+            self.segment.rules[group].name in SCALES_WITH_GRADIENT or "lr" not in optimizer.defaults
+        ):
             pairs = [(parameter, gradient * weight) for parameter, gradient in pairs]
         elif weight != 1.0:
             override = {**override, "lr": weight * float(override.get("lr", optimizer.defaults["lr"]))}
         if override or group in self._overridden:
-            known = OPTIONS[self.segment.rules[group].name]
+            known = self.segment.rules[group].option_names
             settings.update((key, value) for key, value in optimizer.defaults.items() if key in known)
             settings.update(override)
             self._overridden = self._overridden | {group} if override else self._overridden - {group}
@@ -590,17 +593,28 @@ def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
 
 def make_optimizer(spec: RuleSpec, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     """The torch optimizer of a rule, fused where torch has it; torch's own complaint becomes a RuleError."""
-    kind = getattr(torch.optim, spec.name, None)
+    kind: Any = own_optimizer(spec.name) if is_named(spec.name) else getattr(torch.optim, spec.name, None)
     if kind is None:
         raise RuleError(f"this torch ({torch.__version__}) has no {spec.name}")
     how = {"fused": True} if is_fused(spec.name, parameters) else {"foreach": False}
-    if spec.name in _NO_FOREACH:
+    if spec.name in _NO_FOREACH or is_named(spec.name):
         how = {}
     try:
         made: torch.optim.Optimizer = kind(parameters, **spec.options, **how)
     except (TypeError, ValueError) as error:
         raise RuleError(f"rule {spec.name}: {error}") from None
     return made
+
+
+def own_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """A user's own optimizer, imported by name."""
+    try:
+        found = load(name)
+    except ConfigError as error:
+        raise RuleError(f"rule {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise RuleError(f"rule {name}: it is no torch.optim.Optimizer")
+    return found
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from syncline.core.rule import OPTIONS, PLAIN, SPARSE_REMEDY, Option, Rule, plain_option
 from syncline.errors import RuleError
+from syncline.extensions import is_named, load
 
 
 def rule_name(optimizer: torch.optim.Optimizer) -> str:
@@ -18,8 +21,13 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
         return str(kind.__name__)
     if kind is torch.optim.SparseAdam:
         raise RuleError(f"torch.optim.SparseAdam: servers take no sparse gradients yet; {SPARSE_REMEDY}")
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__name__ != "LBFGS" and kind.__module__ != "__main__" and is_named(name) and load(name) is kind:
+        return name  # servers import it too
     there_are = ", ".join(name for name in OPTIONS if name not in PLAIN)
     why = " needs a closure" if kind.__name__ == "LBFGS" else " has no rule on the servers"
+    if kind.__module__ == "__main__":
+        why += ", which cannot import it from the script: move the class to a module of its own"
     raise RuleError(
         f"{kind.__module__}.{kind.__name__}{why}; choose from: {there_are}. "
         "With --sync-every H, or init(sync_every=H), any optimizer works: it runs on the worker"
@@ -28,7 +36,16 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
 
 def group_options(name: str, group: dict[str, Any]) -> dict[str, Option]:
     """A group's transferable hyperparameters, as plain numbers."""
-    return {key: plain_option(name, key, group[key]) for key in OPTIONS[name] if key in group}
+    return {key: plain_option(name, key, group[key]) for key in _option_names(name) if key in group}
+
+
+@functools.cache
+def _option_names(name: str) -> tuple[str, ...]:
+    """Of a user's own optimizer: what its constructor takes."""
+    if name in OPTIONS:
+        return OPTIONS[name]
+    kind: Any = load(name)
+    return tuple(inspect.signature(kind).parameters)[1:]  # the first are the parameters
 
 
 class ChangedOptions:
@@ -40,7 +57,7 @@ class ChangedOptions:
         self._changed: dict[str, Option] = {}
 
     def of(self, group: dict[str, Any]) -> dict[str, Option]:
-        given = [group.get(key) for key in OPTIONS[self._name]]
+        given = [group.get(key) for key in _option_names(self._name)]
         if self._last is None or self._may_differ(given, self._last):
             now = group_options(self._name, group)
             self._changed = {key: value for key, value in now.items() if self.registered.get(key) != value}

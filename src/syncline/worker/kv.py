@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, to_ranges
-from syncline.core.rule import OPTIONS, Option, Rule
+from syncline.core.rule import Option, Rule
 from syncline.core.wire.control import Register, Registered, Uploaded
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, LayoutError, ProtocolError, RuleError
@@ -300,7 +300,7 @@ class KeyValue:
         groups = self._groups(names)
         known = {(index, group): self.layout.segments[index].rules[group] for index, group in groups}
         if names is None:
-            known = {key: rule for key, rule in known.items() if options.keys() <= set(OPTIONS[rule.name])}
+            known = {key: rule for key, rule in known.items() if options.keys() <= set(rule.option_names)}
             if not known:
                 raise RuleError(f"kv.set({', '.join(options)}): no rule of this job has that; see syncline.Rule")
         changed = {}
