@@ -54,8 +54,8 @@ class SyncInterval:
         self._exchange.append(max(0.0, exchange_seconds))
         if len(self._exchange) < NUM_PUSHES:
             return False
-        # The shortest: in the others the worker also waited for slower ones, or for a reconfiguration. A higher H does
-        # not shorten that.
+        # The shortest: in the others the worker also waited for slower ones, or for a reconfiguration, and a higher H
+        # does not shorten that.
         compute, exchange = statistics.median(self._compute), min(self._exchange)
         self._compute, self._exchange = [], []
         before, self.steps = self.steps, self._decide(compute, exchange)
