@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 from syncline import Rule
 from syncline.core import sync_interval
 from syncline.testing import local_job
-from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.torch import DataLoader, DistributedOptimizer, local_steps
 from syncline.worker.job import Job
 
 LR = 0.5  #: with gradients of -1, a step adds exactly this
@@ -288,6 +288,27 @@ def test_a_job_tells_how_many_steps_it_makes_for_a_push(tmp_path: pathlib.Path, 
     with local_job(workers=2, policy="async", sync_every="auto", folder=str(tmp_path)) as jobs:
         monkeypatch.setattr(sync_interval, "NO_GAIN", 1e9)
         assert jobs.run(train) == [64, 64]
+
+
+def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_samples(monkeypatch: Any) -> None:
+    """With `auto`, in `sync`: three steps of one worker and one of the other, twice. A sample counts the same."""
+
+    class Chosen(sync_interval.SyncInterval):
+        def __init__(self, every: Any) -> None:
+            super().__init__({"worker-0": 3, "worker-1": 1}[threading.current_thread().name])
+
+    monkeypatch.setattr(local_steps, "SyncInterval", Chosen)
+
+    def train(job: Job) -> tuple[list[float], int]:
+        model, optimizer = wrapped(job, 2)
+        for _ in range(6 if job.rank == 0 else 2):
+            model.mark(job.rank)
+            optimizer.step(weight=1.0)
+        return model.one.tolist(), job.committed.steps
+
+    with local_job(workers=2, sync_every="auto") as jobs:
+        one, two = jobs.run(train)
+    assert one == ([2 * 1.5 * 3 / 4, 2 * 0.5 * 1 / 4], 6) and two == (one[0], 2)
 
 
 # -- pulls ------------------------------------------------------------------------------------------------
