@@ -105,9 +105,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str = "servers"  #: how gradients become new parameters: servers; ring: every worker has a server
     sums: str = "ours"  #: in a ring, what adds up gradients: ours; gloo or nccl, through torch.distributed
     trust_network: bool = False  #: gloo and nccl may speak in the clear between hosts, and to anyone
-    sync_every: int | Literal["auto"] = (
-        1  #: H > 1: push the change of H local steps; auto: H by the time spent waiting
-    )
+    sync_every: int | Literal["auto"] = 1  #: push the change of so many local steps; auto: by the time spent waiting
     outer: str = ""  #: with sync_every: the optimizer that takes the average, on the servers: SGD(lr=0.7, …)
     codec: str = ""  #: how pushes travel over sockets: bf16, fp16, int8, topk:0.01, package.module:name; none
     pull_codec: str = ""  #: the same for the parameters that answer a push, in a ring for sums; not topk

@@ -70,6 +70,14 @@ def test_what_is_done_already_is_not_advised() -> None:
     assert "--sync-every" in " ".join(profile_lines(times, []))
 
 
+def test_what_auto_has_chosen_is_told() -> None:
+    times = {f"worker-{k}": StepTimes(num_steps=10, compute=5.0, steps_per_push=(1, 16)[k]) for k in range(2)}
+    text = "\n".join(profile_lines(times, [], JobConfig(sync_every="auto")))
+    assert "profile: worker-0 makes 1 local step for a push now (--sync-every auto)" in text
+    assert "profile: worker-1 makes 16 local steps for a push now (--sync-every auto)" in text
+    assert "local step" not in "\n".join(profile_lines(times, [], JobConfig(sync_every=16)))
+
+
 def test_a_ring_is_not_told_what_it_cannot_have() -> None:
     times = {f"worker-{k}": StepTimes(num_steps=10, compute=5.0, wait=5.0) for k in range(2)}
     servers = [ServerStats(num_rounds=10, round_seconds=4.0)]

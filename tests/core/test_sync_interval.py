@@ -59,11 +59,14 @@ def test_it_is_halved_when_the_network_is_fast_again() -> None:
     assert sorted(set(found), reverse=True) == [64, 32, 16, 8, 4]
 
 
-def test_what_was_slow_once_changes_nothing() -> None:
-    """A validation or a reconfiguration in one of four pushes."""
+@pytest.mark.parametrize("num_slow", range(NUM_PUSHES))
+def test_waits_for_others_change_nothing(num_slow: int) -> None:
+    """A push that came last in its round shows what the exchange itself takes; in others, workers on a busy machine
+    wait for each other now and then, and local steps would not spare them that.
+    """
     interval = SyncInterval("auto")
     for number in range(40):
-        interval.pushed(1, 1.0, 100.0 if number % NUM_PUSHES == 0 else 0.01)
+        interval.pushed(1, 1.0, 100.0 if number % NUM_PUSHES < num_slow else 0.01)
     assert interval.steps == 1
 
 

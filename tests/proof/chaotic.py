@@ -6,15 +6,22 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 SCRIPT = pathlib.Path(__file__).parent / "samples_ledger.py"
 
 
-def play(folder: pathlib.Path, policy: str, *, seed: int, samples: int, every: str) -> tuple[int, int, int]:
-    """Samples of all epochs that were lost, that were doubled, and how many members were killed."""
+def play(
+    folder: pathlib.Path, policy: str, *, seed: int, samples: int, every: str,
+    options: Sequence[str] = (), arguments: Sequence[str] = (),
+) -> tuple[int, int, int]:  # fmt: skip
+    """Samples of all epochs that were lost, that were doubled, and how many members were killed.
+
+    `options`: more for the job. `arguments`: more for its script.
+    """
     chaos = ["chaos", "--every", every, "--for", "12s", "--seed", str(seed)]
-    job = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", policy]
-    words = [sys.executable, "-m", "syncline", *chaos, "--", *job, str(SCRIPT), "--samples", str(samples)]
+    job = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, *options]
+    words = [sys.executable, "-m", "syncline", *chaos, "--", *job, str(SCRIPT), *arguments, "--samples", str(samples)]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=900)
     said = done.stdout + done.stderr
     found = re.findall(r"samples: (\d+) in all, (\d+) lost, (\d+) doubled", said)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from tests.coordinator.played import ask, jobs
 
+from syncline.cli.standing import show_status
 from syncline.core.wire.control import AskStatus, Heartbeat, Join, Leave, Report, Watch
+from syncline.stats import StepTimes
 
 from .conftest import WAIT, House
 
@@ -52,6 +54,16 @@ def test_who_was_asked_to_leave_has_no_share_any_more(jobs: Any, retired: bool, 
     status = {member.name: member.share for member in ask(job, AskStatus()).status.members}
     assert status == {"server-0": 0.0, "server-1": 0.0, "worker-0": shares["worker-0"]}
     assert job.coordinator.status.worker_shares() == shares
+
+
+def test_status_has_the_local_steps_of_each_worker(jobs: Any) -> None:
+    """With `--sync-every auto` each has chosen its own."""
+    job = jobs(policy="async", sync_every="auto").begin()
+    for name, steps in (("worker-0", 8), ("worker-1", 1)):
+        job[name].ask(Report(3, 10, 1.0, 0, 0, 0, StepTimes(steps_per_push=steps)))
+    status = ask(job, AskStatus()).status
+    assert {m.name: m.steps_per_push for m in status.members if m.role == "worker"} == {"worker-0": 8, "worker-1": 1}
+    assert "local steps for a push: worker-0 8, worker-1 1" in show_status(status)
 
 
 def test_status_has_the_number_of_each_process(jobs: Any) -> None:

@@ -14,8 +14,9 @@ import torch.utils.data
 from tests.patience import PATIENCE
 
 from syncline import Rule
+from syncline.core import sync_interval
 from syncline.testing import local_job
-from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.torch import DataLoader, DistributedOptimizer, local_steps
 from syncline.worker.job import Job
 
 LR = 0.5  #: with gradients of -1, a step adds exactly this
@@ -217,6 +218,97 @@ def test_a_worker_dies_between_two_pushes_and_comes_back(
             thread.join(PATIENCE)
         for values, _, _ in found.values():
             assert values["one"].tolist() == values["two"].tolist() == [LR] * num_samples
+
+
+@pytest.mark.parametrize("policy", ["sync", *POLICIES])
+def test_a_checkpoint_counts_the_steps_that_were_made(policy: str, tmp_path: pathlib.Path) -> None:
+    """Not pushes times H: the last one before the barrier has one step. A job that resumes goes on from there, and
+    local steps that were in no push when it was saved are in neither.
+    """
+    place = {"checkpoint": str(tmp_path / "saved"), "policy": policy, "sync_every": 3}
+
+    def train(job: Job, begin: int, end: int) -> tuple[str, int, Any]:
+        model, optimizer = wrapped(job, 12)
+        job.state["at"] = begin
+        if begin:
+            job.put_back()
+        for step in range(begin, end):
+            model.mark(step)
+            optimizer.step()
+        optimizer.pull()  # pushes what is left
+        return job.save(), job.step, job.kv.pull(["one"])["one"].tolist()
+
+    with local_job(workers=1, folder=str(tmp_path / "a"), **place) as jobs:
+        name, step, values = jobs.run(lambda job: train(job, 0, 7))[0]
+        assert step == 7 and name.endswith("-7"), name
+        assert values == [LR] * 7 + [0.0] * 5
+        assert jobs.coordinator.status.save_counts().step == 7
+    with local_job(workers=1, folder=str(tmp_path / "b"), **place) as jobs:
+        _, step, values = jobs.run(lambda job: train(job, 7, 12))[0]
+        assert step == 12 and values == [LR] * 12
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_workers_validate_the_parameters_of_the_servers(policy: str, tmp_path: pathlib.Path) -> None:
+    """What is in no push yet is pushed first; then both see the same."""
+
+    def train(job: Job) -> list[float]:
+        model, optimizer = wrapped(job, 2 * NUM_STEPS)
+        seen: list[float] = []
+
+        def measure(batch: Any) -> dict[str, float]:
+            seen.append(model.one.sum().item())
+            return {"done": model.one.sum().item()}
+
+        validated = job.validate(measure, Numbers(8), "100steps", batch_size=2)
+        for step in range(NUM_STEPS):
+            model.mark(job.rank * NUM_STEPS + step)
+            optimizer.step()
+        job.barrier("trained")
+        validated.now()
+        return seen
+
+    with local_job(workers=2, policy=policy, sync_every=4, folder=str(tmp_path)) as jobs:
+        seen = [value for each in jobs.run(train) for value in each]
+    assert len(seen) == 4 and set(seen) == {NUM_STEPS}, "four batches, by whom it may be"
+
+
+def test_a_job_tells_how_many_steps_it_makes_for_a_push(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """In `job.stats()`, whose times also go to the coordinator; with `auto`, what each worker has chosen."""
+    monkeypatch.setattr(sync_interval, "share_of", lambda *_: 1.0)  # everything takes too long
+
+    def train(job: Job) -> int:
+        model, optimizer = wrapped(job, 4)
+        for _ in range(4 + 4 * 8 + 1):
+            model.mark([0])
+            optimizer.step()
+        job.barrier("trained")
+        return job.stats().times.steps_per_push
+
+    with local_job(workers=2, policy="async", sync_every="auto", folder=str(tmp_path)) as jobs:
+        monkeypatch.setattr(sync_interval, "NO_GAIN", 1e9)
+        assert jobs.run(train) == [64, 64]
+
+
+def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_samples(monkeypatch: Any) -> None:
+    """With `auto`, in `sync`: three steps of one worker and one of the other, twice. A sample counts the same."""
+
+    class Chosen(sync_interval.SyncInterval):
+        def __init__(self, every: Any) -> None:
+            super().__init__({"worker-0": 3, "worker-1": 1}[threading.current_thread().name])
+
+    monkeypatch.setattr(local_steps, "SyncInterval", Chosen)
+
+    def train(job: Job) -> tuple[list[float], int]:
+        model, optimizer = wrapped(job, 2)
+        for _ in range(6 if job.rank == 0 else 2):
+            model.mark(job.rank)
+            optimizer.step(weight=1.0)
+        return model.one.tolist(), job.committed.steps
+
+    with local_job(workers=2, sync_every="auto") as jobs:
+        one, two = jobs.run(train)
+    assert one == ([2 * 1.5 * 3 / 4, 2 * 0.5 * 1 / 4], 6) and two == (one[0], 2)
 
 
 # -- pulls ------------------------------------------------------------------------------------------------

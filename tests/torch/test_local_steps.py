@@ -90,3 +90,26 @@ def test_any_optimizer_will_do() -> None:
     with local_job(workers=2, sync_every=2) as jobs:
         one, two = jobs.run(train)
     assert torch.equal(one, two) and not torch.equal(one, LINEAR.weight)
+
+
+def test_lbfgs_gets_its_closure() -> None:
+    """It evaluates the closure itself, several times in a step."""
+
+    def train(job: Job) -> float:
+        model = copy.deepcopy(LINEAR)
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), lr=0.5), model=model)
+        (x,) = inputs_of(job.rank)[:1]
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        before = closure().item()
+        for _ in range(2):
+            optimizer.step(closure)
+        return model(x).square().mean().item() / before
+
+    with local_job(workers=2, sync_every=2) as jobs:
+        assert all(part < 0.5 for part in jobs.run(train))

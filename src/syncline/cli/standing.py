@@ -38,6 +38,9 @@ def show_status(status: JobStatus) -> str:
     )
     lines = [head, f"a {'process' if is_ring else 'server'}'s death: {status.protection}", ""]
     lines += _table(status.members)
+    if any(member.steps_per_push > 1 for member in status.members):
+        made = (f"{member.name} {member.steps_per_push:,}" for member in status.members if member.role == "worker")
+        lines += ["", f"local steps for a push: {', '.join(made)}"]
     if status.epochs:
         lines += ["", *(_whole_epoch(epoch) for epoch in status.epochs)]
     if status.readings:

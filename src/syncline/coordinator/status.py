@@ -332,6 +332,10 @@ def profile_lines(
         cells = (own.total, own.compute, own.stage, own.wait, applied * own.num_steps, own.pull)
         row = " ".join(f"{seconds / own.num_steps * 1e3:9.2f}" for seconds in cells)
         lines.append(f"{name:{width}} {own.num_steps:9,} {row}")
+    if config.sync_every == "auto":
+        for name, own in known.items():
+            steps = f"{own.steps_per_push} local step{'s' if own.steps_per_push > 1 else ''}"
+            lines.append(f"profile: {name} makes {steps} for a push now (--sync-every auto)")
     lines += [f"profile: {sentence}" for sentence in _advice(known, applied, config)]
     return lines
 

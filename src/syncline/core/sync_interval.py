@@ -54,8 +54,9 @@ class SyncInterval:
         self._exchange.append(max(0.0, exchange_seconds))
         if len(self._exchange) < NUM_PUSHES:
             return False
-        # Medians: a validation or a reconfiguration in between is no reason to change H.
-        compute, exchange = statistics.median(self._compute), statistics.median(self._exchange)
+        # The shortest: in the others the worker also waited for slower ones, or for a reconfiguration, and a higher H
+        # does not shorten that.
+        compute, exchange = statistics.median(self._compute), min(self._exchange)
         self._compute, self._exchange = [], []
         before, self.steps = self.steps, self._decide(compute, exchange)
         return self.steps != before

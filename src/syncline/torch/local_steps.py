@@ -8,6 +8,7 @@ answer has the servers' new parameters, with the deltas of the other workers: fr
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -31,6 +32,7 @@ class LocalSteps:
         outer = outer_of(job.config)
         self.rule = outer or Rule("Add")  #: for registering the parameters
         self._is_gradient = outer is not None
+        self._needs_closure = _needs_closure(opt)
         self._steps, self._weight = 0, 0.0
         self._tracked: Sequence[Tracked] = ()
         job.before_rest(self.flush)
@@ -44,7 +46,15 @@ class LocalSteps:
         """The flat memory holds the parameters of the last answer, the base of deltas."""
         self._tracked, self._flat, self._synchronise = tracked, flat, synchronise
 
-    def step(self, weight: float, scale: torch.Tensor | None, overflow: bool, clip_norm: float | None) -> None:
+    def step(
+        self,
+        weight: float,
+        scale: torch.Tensor | None,
+        overflow: bool,
+        clip_norm: float | None,
+        closure: Callable[[], float] | None = None,
+    ) -> None:
+        """One local step, and a push if it is the last of H. `closure`: for optimizers that evaluate it."""
         parameters = [p for group in self._opt.param_groups for p in group["params"] if p.grad is not None]
         if not overflow:
             if scale is not None:
@@ -52,7 +62,7 @@ class LocalSteps:
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
             with _scaled(self._opt, self._job.lr_factor):
-                self._opt.step()
+                self._opt.step(closure) if self._needs_closure else self._opt.step()
         self._steps += 1
         self._weight += weight
         self._job.stepped()
@@ -87,6 +97,12 @@ class LocalSteps:
         if self._interval.pushed(num_steps, now.compute - before.compute, now.exchange - before.exchange):
             self._clock.steps_per_push = self._interval.steps
         self._job.pushed_local_steps()
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` cannot be called without one, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @contextlib.contextmanager

@@ -268,7 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._job.life.number > 1 and self._schedule is None:  # otherwise they follow the progress of the run
             self._job.uses_rates(self._rates())
         if self._local is not None:
-            self._local.step(weight, scale, overflow, self._clip_norm)
+            self._local.step(weight, scale, overflow, self._clip_norm, closure)
         else:
             self._push(weight, scale, overflow)
             self._job.stepped()
