@@ -48,6 +48,14 @@ def test_each_way(settings: dict[str, Any]) -> None:
     assert (trained("median", VALUES[:3], **settings) == 2.0).all()
 
 
+def test_the_memory_that_it_needs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    trained("median")
+    said = [line for line in capsys.readouterr().err.splitlines() if "--aggregate" in line]
+    assert said == ["syncline: coordinator: --aggregate median needs the pushes of all 4 workers at once: 1 KiB"]
+    trained("norm-clipped:1")
+    assert "at once" not in capsys.readouterr().err
+
+
 @SHAPES
 def test_a_push_is_clipped_by_its_whole_norm(settings: dict[str, Any]) -> None:
     """Over all parameters and servers: 64 numbers of 1 have the norm 8."""

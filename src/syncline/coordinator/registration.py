@@ -10,6 +10,8 @@ from syncline import faults
 from syncline.coordinator.job import JobContext, when_all
 from syncline.coordinator.restore import ResumeService
 from syncline.core.layout import Segment
+from syncline.core.policy import policy_of
+from syncline.core.units import size
 from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import AskNominal, GivenNominal, Host, Register, Registered, Uploaded
 from syncline.core.wire.message import Done
@@ -64,6 +66,7 @@ class RegistrationService:
             if segment is not None:
                 self._job.keep_segment(segment)
                 self._job.keep()
+                self._tell_memory(segment)
                 faults.reach("register.kept")
             elif decision.kind == "wait":
                 segment = self._lacking_values(message) if is_chief else None
@@ -76,6 +79,13 @@ class RegistrationService:
             request.reply(answer)
         else:
             self._host(request, segment)
+
+    def _tell_memory(self, segment: Segment) -> None:
+        """Under the lock: says what an aggregation of all pushes needs."""
+        how, num_workers = policy_of(self._job.config).aggregate, len(self._job.membership.workers())
+        if how is not None and how.needs_all:
+            needed = size(num_workers * segment.num_bytes)
+            self._job.event(f"--aggregate {how} needs the pushes of all {num_workers} workers at once: {needed}")
 
     def nominal_weight(self, request: Request, message: AskNominal) -> None:
         """Replies with the weight of a push that counts in full: the chief's first one, which is kept."""
