@@ -18,7 +18,7 @@ from syncline.core.rule import OPTIONS, PLAIN, Option, RuleSpec, check_state
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError, RuleError
 from syncline.net.transport import buffer_of
-from syncline.server.reduce.weighted_sum import HALF, add_up, narrow, sum_dtype
+from syncline.reduce.kernels import divide, narrow, sum_dtype, weighted_sum
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
 
@@ -178,6 +178,7 @@ class Averages:
 
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+_HALF = (torch.float16, torch.bfloat16)
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
 Bytes = npt.NDArray[np.uint8]
 #: One contribution to a slice: its bytes, weight and pieces.
@@ -352,12 +353,13 @@ class SliceRules:
         size, weights = sources[0][0].numel(), [weight for _, weight in sources]
         own = self.flat.dtype
         result = scratch(own, self.flat, start, size) if into is None else into[start : start + size]
-        kind = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else own
+        wide = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else self.part.dtype
+        kind = getattr(torch, wide)
         total_of = result if kind == own else scratch(kind, self.flat, start, size)
         equal = not averaged or all(weight == weights[0] for weight in weights)
-        add_up(sources, total_of, weighted=not equal)
+        weighted_sum(sources, total_of, weighted=not equal)
         if averaged:
-            total_of.div_(total / weights[0] if equal else total)
+            divide(total_of, total / weights[0] if equal else total)
         narrow(total_of, result)
         return result
 
@@ -503,7 +505,7 @@ def _unfused_where_it_cannot(
 def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether torch has a correct fused kernel for this rule."""
     # Of SGD on halves on a CPU it is wrong (torch 2.13: off by a tenth of the update, from 16 items on).
-    wrong = name == "SGD" and any(p.dtype in HALF and p.device.type == "cpu" for p in parameters)
+    wrong = name == "SGD" and any(p.dtype in _HALF and p.device.type == "cpu" for p in parameters)
     return name in _FUSED and not wrong
 
 

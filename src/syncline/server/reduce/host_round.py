@@ -19,12 +19,11 @@ from syncline.errors import SynclineError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, buffer_of
-from syncline.reduce.kernels import Reducer
+from syncline.reduce.kernels import Reducer, narrow
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
 from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
-from syncline.server.reduce.weighted_sum import narrow
 from syncline.server.reliable_send import Outbox, Partner, ReliableSend
 from syncline.server.replicate import Region
 from syncline.server.rules import Bytes

@@ -12,7 +12,7 @@ import torch
 
 from syncline.core.layout import Piece, Segment, Slice
 from syncline.core.rounds import Commit
-from syncline.server.reduce.weighted_sum import add_up, narrow, sum_dtype
+from syncline.reduce.kernels import narrow, sum_dtype, weighted_sum
 from syncline.server.replicate import Region
 from syncline.server.rules import Source
 from syncline.server.slices import HostedSlice, RoundSums
@@ -147,7 +147,8 @@ def _assigned(segment: Segment, pieces: Sequence[Piece]) -> list[bool]:
 
 def wide_of(segment: Segment, part: Slice) -> torch.dtype:
     """In which a slice is added up."""
-    return sum_dtype(part.dtype, averages=any(averages(segment, segment.pieces(part))))
+    found: torch.dtype = getattr(torch, sum_dtype(part.dtype, averages=any(averages(segment, segment.pieces(part)))))
+    return found
 
 
 def wide_type(slot: HostedSlice) -> torch.dtype:
@@ -166,13 +167,13 @@ def lay_shares(
             sources.append((array, item.weight, has))
     weighs = [equal is None and averaged for averaged in averages(slot.segment, slot.pieces)]
     if sources and all(all(has) for _, _, has in sources) and len(set(weighs)) == 1:
-        add_up([(array, weight) for array, weight, _ in sources], wide, weighted=weighs[0])
+        weighted_sum([(array, weight) for array, weight, _ in sources], wide, weighted=weighs[0])
         return
     wide.zero_()
     for index, weighted in enumerate(weighs):
         here = [(slot.rules.view(array, index), weight) for array, weight, has in sources if has[index]]
         if here:
-            add_up(here, slot.rules.view(wide, index), weighted=weighted)
+            weighted_sum(here, slot.rules.view(wide, index), weighted=weighted)
 
 
 def pieces_of(slot: HostedSlice, commits: Sequence[Commit[StagedCommit]]) -> list[int]:
