@@ -8,7 +8,7 @@ staging           the bytes that workers have sent, until their round is applied
 commits           a worker's commit: admitted (admission_queue), decided by the core, clipped (clipping)
 tasks, executor   a decided round on its way through all slices, in the threads of the pool
 pulls, replies    parameters on their way back to workers
-replicate         updates on their way to backups (backups, seeding, reliable_send)
+replicate         updates on their way to backups (backups, seeding)
 reconfigure       from one generation to the next; workers that go (worker_removal)
 ring              votes of a ring (ring_service, ring_copies, encoded_sums), and how it adds up (reduce/)
 snapshot_barrier  one snapshot point on all servers; cow_snapshot, saving and restore: checkpoints

@@ -15,11 +15,11 @@ from syncline.core.ring import Ballot, Spread, Votes, ballot_of
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import Replicate, Vote
+from syncline.net.reliable_send import Partner, ReliableSend
 from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool, is_small
-from syncline.server.reliable_send import Partner, ReliableSend
 from syncline.server.replicate import Region, message_of
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice

@@ -19,8 +19,8 @@ from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
 from syncline.core.wire.leases import LeaseAck
+from syncline.net.reliable_send import Partner
 from syncline.net.transport import buffer_of
-from syncline.server.reliable_send import Partner
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import SliceRules, Source
 from syncline.server.storage import SliceStorage

@@ -17,6 +17,7 @@ from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
 from syncline.errors import SynclineError
 from syncline.net.memory import HeapMemory
+from syncline.net.reliable_send import Outbox, Partner, ReliableSend
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.reduce.kernels import Reducer, narrow
@@ -24,7 +25,6 @@ from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
 from syncline.server.reduce.reducer import Counted, Early, Failed, Summed
 from syncline.server.reduce.sums import counted_in, divide, equal_weight, lay_shares, pieces_of, wide_type
-from syncline.server.reliable_send import Outbox, Partner, ReliableSend
 from syncline.server.replicate import Region
 from syncline.server.rules import Bytes
 from syncline.server.slices import HostedSlice, RoundSums

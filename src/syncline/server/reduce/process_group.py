@@ -21,11 +21,11 @@ from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import GroupStoreKey
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError
+from syncline.net.reliable_send import ReliableSend
 from syncline.net.rpc import Request
 from syncline.server.hosting import Hosting
 from syncline.server.reduce.reducer import Counted, Early, Failed, NextRound, Summed, expected_commits
 from syncline.server.reduce.sums import Bucket, Pending, Reduce, Sums, counted_in, equal_weight
-from syncline.server.reliable_send import ReliableSend
 from syncline.server.slices import RoundSums
 from syncline.server.storage import SliceStorage
 from syncline.server.tasks import RoundTask, StagedCommit
