@@ -223,7 +223,7 @@ class Hosting:
         """All slices here, primaries and backups."""
         return [*self.slices.values(), *self.backups.slots()]
 
-    def deputies_by(self, config: JobConfig) -> HostLeaders | None:
+    def host_leaders_by(self, config: JobConfig) -> HostLeaders | None:
         """In a ring: the host leaders by the current replica sets."""
         return host_leaders_of(config, dict(self.replica_sets), list(self._members.values()))
 
