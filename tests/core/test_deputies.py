@@ -44,7 +44,7 @@ def test_every_host_has_one_deputy_of_each_slice_and_they_are_even(on: str) -> N
     for host in set(on):
         shares = [counts[name] for name, where in hosts.items() if where == host]
         assert max(shares) - min(shares) <= 24, f"host {host}: {shares}"
-    assert found.neighbours("server-0") == [n for n, host in hosts.items() if host == on[0] and n != "server-0"]
+    assert found.local_peers("server-0") == [n for n, host in hosts.items() if host == on[0] and n != "server-0"]
     assert found.host_of("worker-1") == found.host_of("server-1") == on[1] and not found.host_of("worker-99")
 
 

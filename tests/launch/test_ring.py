@@ -53,7 +53,7 @@ def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any
 BESIDE = """
     import torch, torch.distributed as dist
     import syncline
-    from syncline.server.reduce import process_group
+    from syncline.reduce import process_group
     process_group.CONNECT_SECONDS = 60.0  # on a busy machine
     job = syncline.init(slice_bytes=1024)
     dist.init_process_group("gloo", init_method=f"file://{job.folder.resolve()}/theirs", rank=job.rank, world_size=2)

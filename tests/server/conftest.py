@@ -38,7 +38,7 @@ Values = Mapping[str, np.ndarray[Any, Any]]
 @pytest.fixture(autouse=True)
 def process_groups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
-    monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
+    monkeypatch.setattr("syncline.reduce.process_group.CONNECT_SECONDS", 45.0)
 
 
 def eventually(what: Callable[[], object], seconds: float = WAIT) -> None:

@@ -19,14 +19,13 @@ from tests.server.test_ring import STEPS, train
 from syncline import Rule
 from syncline.core.ring import partner_of
 from syncline.errors import ConfigError, ProtocolError, RuleError
+from syncline.reduce import process_group
+from syncline.reduce.process_group import Buckets, GroupRound, GroupStore, ProcessGroupReducer, StoreKeys
 from syncline.server.clipping import Clipping
 from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Hosting
-from syncline.server.reduce import process_group
-from syncline.server.reduce.process_group import GroupRound, GroupStore, Heard, ProcessGroupReducer
-from syncline.server.reduce.reducer import RingReducer
-from syncline.server.reduce.sums import Sums
 from syncline.server.replicate import Replica
+from syncline.server.ring_sums import RingReducer
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 
@@ -37,7 +36,7 @@ GLOO: dict[str, Any] = {"exchange": "ring", "sums": "gloo"}
 def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of what was added up, whoever did it; and no sum goes from server to server by itself."""
     sizes: list[int] = []
-    original = ProcessGroupReducer._reduce
+    original = ProcessGroupReducer.all_reduce
 
     def reduce(self: Any, tensor: torch.Tensor) -> Any:
         sizes.append(tensor.numel())
@@ -48,7 +47,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return sent(self, slot, update)
 
     sent = Replica.prepare
-    monkeypatch.setattr(ProcessGroupReducer, "_reduce", reduce)
+    monkeypatch.setattr(ProcessGroupReducer, "all_reduce", reduce)
     monkeypatch.setattr(Replica, "prepare", prepare)
     yield sizes
     assert sizes, "gloo was not used"
@@ -150,7 +149,7 @@ def test_a_process_that_dies_costs_nobody_a_step_and_comes_back(reduced: list[in
 def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket laid out meanwhile has another size than the peers' buckets: gloo would end their processes."""
     moving, num_moves, bad = set[str](), [0], list[str]()
-    take_replica_sets, reduce, buckets = Hosting.take_replica_sets, ProcessGroupReducer._reduce, Sums.buckets
+    take_replica_sets, reduce, buckets = Hosting.take_replica_sets, ProcessGroupReducer.all_reduce, Buckets.of
 
     def slow_buckets(self: Any, *given: Any) -> Any:
         found = buckets(self, *given)
@@ -167,15 +166,15 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
         return found
 
     def watched_reduce(self: Any, tensor: torch.Tensor) -> Any:
-        is_moving = self._own_worker in moving
+        is_moving = self.own_worker in moving
         pending = reduce(self, tensor)
         if is_moving:
-            bad.append(self._own_worker)
+            bad.append(self.own_worker)
         return pending
 
     monkeypatch.setattr(Hosting, "take_replica_sets", slow_take_seats)
-    monkeypatch.setattr(ProcessGroupReducer, "_reduce", watched_reduce)
-    monkeypatch.setattr(Sums, "buckets", slow_buckets)
+    monkeypatch.setattr(ProcessGroupReducer, "all_reduce", watched_reduce)
+    monkeypatch.setattr(Buckets, "of", slow_buckets)
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:
         gone: set[str] = set()
         acknowledged: dict[str, int] = {}
@@ -202,15 +201,15 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_who_has_not_added_up_has_not_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One server's sums are kept back: the others have theirs, and nobody applies the round."""
     stops, goes_on = threading.Event(), threading.Event()
-    original = GroupRound.make
+    original = GroupRound.finish
 
-    def make(self: Any, work: Any, outcome: Any) -> Any:
-        found = original(self, work, outcome)
-        if stops.is_set() and self._own_worker == "worker-1":
+    def finish(self: Any, complete: Any, is_as_expected: bool) -> Any:
+        found = original(self, complete, is_as_expected)
+        if stops.is_set() and self.own_worker == "worker-1":
             goes_on.wait(PATIENCE)
         return found
 
-    monkeypatch.setattr(GroupRound, "make", make)
+    monkeypatch.setattr(GroupRound, "finish", finish)
     with local_job(workers=2, slice_bytes=64, **GLOO) as jobs:
         passed = threading.Barrier(3)
 
@@ -396,15 +395,15 @@ def test_between_hosts_only_where_the_network_is_trusted() -> None:
 
 
 def test_introductions_wait_for_others_and_end_with_their_generation() -> None:
-    heard, told = Heard(), list[tuple[str, bytes]]()
+    heard, told = StoreKeys(), list[tuple[str, bytes]]()
     heard.begin(3)
     store = GroupStore(3, heard, lambda key, value: told.append((key, value)), PATIENCE)
     store.set("mine", "here")
     assert told == [("mine", b"here")] and store.get("mine") == b"here" and not store.check(["theirs"])
-    heard.hear(2, "theirs", b"of before")
-    assert not store.check(["theirs"]) and 2 not in heard._values, "nothing of what is over is kept"
-    heard.hear(4, "theirs", b"of a later one")
-    heard.hear(3, "theirs", b"there")
+    heard.put(2, "theirs", b"of before")
+    assert not store.check(["theirs"]) and 2 not in heard.generations(), "nothing of what is over is kept"
+    heard.put(4, "theirs", b"of a later one")
+    heard.put(3, "theirs", b"there")
     assert store.get("theirs") == b"there" and store.num_keys() == 2
     found: list[Exception] = []
 
@@ -423,11 +422,11 @@ def test_introductions_wait_for_others_and_end_with_their_generation() -> None:
 
 
 def test_introductions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
+    heard = StoreKeys()
     with pytest.raises(ProtocolError, match="at most 65536"):
-        heard.hear(1, "key", bytes(process_group.MOST_BYTES + 1))
+        heard.put(1, "key", bytes(process_group.MOST_BYTES + 1))
     monkeypatch.setattr(process_group, "MOST_KEYS", 2)
-    heard.hear(1, "a", b"")
-    heard.hear(1, "b", b"")
+    heard.put(1, "a", b"")
+    heard.put(1, "b", b"")
     with pytest.raises(ProtocolError, match="more than 2"):
-        heard.hear(1, "c", b"")
+        heard.put(1, "c", b"")

@@ -19,9 +19,9 @@ from tests.server.test_ring_hosts import _ends, rank_of
 
 from syncline import Rule
 from syncline.net.memory import MemoryConnection
+from syncline.reduce.hierarchical import HierarchicalReducer
+from syncline.reduce.host_round import HostRound
 from syncline.server import pool
-from syncline.server.reduce.hierarchical import HierarchicalReducer
-from syncline.server.reduce.host_round import HostRound
 from syncline.server.replicate import Replica
 from syncline.server.ring import Voting
 from syncline.testing import local_job
@@ -35,7 +35,7 @@ def ring(on: list[str], **settings: Any) -> Any:
 
 
 def relay_of(jobs: Any, name: str) -> HierarchicalReducer:
-    relay = jobs.servers[name].ring.host_reducers._relay
+    relay = jobs.servers[name].ring.host_reducers.current
     assert relay is not None
     return relay
 
@@ -95,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2")._next_round.number, "sums went by host leaders"
+                assert relay_of(jobs, "server-2").next_round.number, "sums went by host leaders"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
@@ -118,7 +118,7 @@ def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPat
     with ring(["a", "a", "b"]) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 3, acknowledged), job.barrier("all")))
-        assert not any(relay_of(jobs, f"server-{rank}")._adding.laid.readers for rank in range(3))
+        assert not any(relay_of(jobs, f"server-{rank}").host_round.setup.readers for rank in range(3))
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged) == [3, 3, 3, 0]
 
@@ -160,14 +160,14 @@ def test_a_process_that_dies_costs_nobody_a_step(monkeypatch: pytest.MonkeyPatch
 
 #: Where a round stops: which part of which server's work is not done.
 MOMENTS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
-    "host b has added up nothing": (HostRound, "add", lambda adding: adding.host == "b"),
+    "host b has added up nothing": (HostRound, "add_local", lambda adding: adding.host == "b"),
     "sums of hosts are there, and nothing is finished": (HostRound, "_finish", lambda adding: True),
     "a host leader has it, and its neighbour does not": (
         HostRound,
-        "_got",
-        lambda adding: adding._name == "server-3",
+        "_received",
+        lambda adding: adding.name == "server-3",
     ),
-    "one host has it, and the other does not": (HostRound, "_got", lambda adding: adding.host == "b"),
+    "one host has it, and the other does not": (HostRound, "_received", lambda adding: adding.host == "b"),
     "all hold it": (Voting, "held", lambda voting: True),
 }
 
@@ -241,13 +241,13 @@ def test_one_that_comes_to_a_host_takes_part(host: str) -> None:
         first = start(jobs, work, set())
         eventually(lambda: acknowledged.get("worker-0", 0) >= 2)
         servers = jobs.servers
-        assert all(server.ring.host_reducers._relay is None for server in servers.values())
+        assert all(server.ring.host_reducers.current is None for server in servers.values())
         late = jobs.add_worker("worker-2", on=host)
         for thread in [*first, *start([late], work, set())]:
             thread.join(PATIENCE)
         assert check_ledger(late, acknowledged)[:3] == [30, 30, 5]
         eventually(lambda: "server-2" in servers["server-0"].ring.voting.votes.voters)
-        assert all(server.ring.host_reducers._relay is not None for server in servers.values())
+        assert all(server.ring.host_reducers.current is not None for server in servers.values())
         check_all_equal(jobs)
 
 
@@ -261,5 +261,5 @@ def test_two_that_are_left_on_two_hosts_go_straight() -> None:
         for thread in threads[::2]:
             thread.join(PATIENCE)
         assert check_ledger(jobs[0], acknowledged)[:3:2] == [20, 20]
-        assert all(server.ring.host_reducers._relay is None for server in jobs.servers.values())
+        assert all(server.ring.host_reducers.current is None for server in jobs.servers.values())
         check_all_equal(jobs)

@@ -15,27 +15,28 @@ from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
-from syncline.server.reduce.hierarchical import HierarchicalReducer
+from syncline.reduce.hierarchical import HierarchicalReducer
 
 
 def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A neighbour that has not said that it has applied the last round keeps the next one from being added up."""
     late: list[Any] = []
-    original = HierarchicalReducer.is_through
+    original = HierarchicalReducer.release
 
-    def is_through(self: HierarchicalReducer, work: Any) -> None:
-        if self._hosting.name == "server-1" and self._adding.turn is not None and not late:
-            late.extend(self._adding.turn.unanswered)
-            assert late, "it reads what server-0 has lent"
-            self._adding.turn.unanswered = []
-        original(self, work)
+    def release(self: HierarchicalReducer, complete: Any) -> None:
+        active = self.host_round.active
+        if self.host_round.name == "server-1" and active is not None and not late:
+            late.extend(active.unanswered)
+            assert late, "it reads the memory that server-0 shares"
+            active.unanswered = []
+        original(self, complete)
 
-    monkeypatch.setattr(HierarchicalReducer, "is_through", is_through)
+    monkeypatch.setattr(HierarchicalReducer, "release", release)
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         acknowledged: dict[str, int] = {}
         threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
         eventually(lambda: len(acknowledged) == 3)
-        places = relay_of(jobs, "server-0")._adding.laid.places
+        places = relay_of(jobs, "server-0").host_round.setup.memories
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
         waits = jobs.servers["server-0"].beat
@@ -52,7 +53,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
 def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Before it came, and after: then the answer is lost, and what comes twice counts once."""
     counts = {"before": 0, "after": 0}
-    hear = HierarchicalReducer.hear
+    hear = HierarchicalReducer.receive
 
     def lose(self: HierarchicalReducer, request: Any, message: Any) -> None:
         when = "before" if counts["before"] < 3 else "after" if counts["after"] < 3 else ""
@@ -64,7 +65,7 @@ def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.Mon
             return
         hear(self, request, message)
 
-    monkeypatch.setattr(HierarchicalReducer, "hear", lose)
+    monkeypatch.setattr(HierarchicalReducer, "receive", lose)
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 6, acknowledged), job.barrier("all")))
@@ -75,13 +76,13 @@ def test_what_a_broken_connection_has_lost_is_said_again(monkeypatch: pytest.Mon
 
 def test_what_comes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer was lost, and its round is not through yet."""
-    hear = HierarchicalReducer.hear
+    hear = HierarchicalReducer.receive
 
     def twice(self: HierarchicalReducer, request: Any, message: Any) -> None:
         hear(self, request, message)
         hear(self, Request(request.endpoint, 0, message, list(request.payload), None), message)
 
-    monkeypatch.setattr(HierarchicalReducer, "hear", twice)
+    monkeypatch.setattr(HierarchicalReducer, "receive", twice)
     with ring(["a", "a", "b", "c"], slice_bytes=256) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 4, acknowledged), job.barrier("all")))
@@ -97,7 +98,7 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
         known = (relay.generation, 99)
         mine = next(iter(server.slices))
         theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
-        carrier = relay._deputies.of(mine)["b"]
+        carrier = relay.host_leaders.of(mine)["b"]
         other = next(name for name in ("server-2", "server-3") if name != carrier)
 
         def buffers_for(name: str, message: Any) -> list[int]:
@@ -131,17 +132,17 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
         theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
         with pytest.raises(ProtocolError, match="without its bytes"):
             far.call(HostSum(*known, mine)).wait(PATIENCE)
-        server.ring.host_reducers._lent[relay.generation]["server-1"].pop(theirs)
+        server.ring.host_reducers.shared[relay.generation]["server-1"].pop(theirs)
         with pytest.raises(ProtocolError, match="without its bytes"):
             near.call(WholeSum(*known, theirs)).wait(PATIENCE)
-        relay._most_kept, size = 2, server.slices[mine].part.num_bytes
+        relay.most_kept, size = 2, server.slices[mine].part.num_bytes
         for number in range(99, 102):
             message = HostSum(relay.generation, number, mine)
             call = far.call(message, buffers=[memoryview(bytes(size))], payload_bytes=size)
             assert call.is_done == (number == 101), "two wait for their rounds"
         with pytest.raises(ProtocolError, match="unknown"):
             call.wait(PATIENCE)
-        assert len(relay._kept) == 2
+        assert len(relay.kept) == 2
         far.call(message, buffers=[memoryview(bytes(size - 1))], payload_bytes=size - 1)
         eventually(lambda: not far.is_open)  # a size that cannot be
 
@@ -161,11 +162,11 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
         for generation in (before.generation - 1, before.generation + 1, before.generation + 2):
             message, bytes_ = HostSum(generation, 9, mine), memoryview(bytes(size))
             calls.append(endpoint.call(message, buffers=[bytes_], payload_bytes=size))
-        assert [call.is_done for call in calls] == [True, False, False] and len(host_reducers._early) == 2
+        assert [call.is_done for call in calls] == [True, False, False] and len(host_reducers.early) == 2
         with server.commits.state_lock:
-            begun = host_reducers.begin(before.generation + 1, before.names, before._summed, before._failed)
-        assert begun is not None and [key.round for key in begun._kept] == [9]
-        assert [generation for generation, _ in host_reducers._early] == [before.generation + 2]
+            begun = host_reducers.begin(before.generation + 1, before.names)
+        assert begun is not None and [key.round for key in begun.kept] == [9]
+        assert [generation for generation, _ in host_reducers.early] == [before.generation + 2]
         begun.close()
         eventually(lambda: calls[1].is_done)
 
@@ -182,4 +183,4 @@ def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> N
             endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="did not come"):
             endpoint.call(ShareSums(generation + 1, 4096, [])).wait(PATIENCE)
-        assert generation + 1 not in second.ring.host_reducers._lent
+        assert generation + 1 not in second.ring.host_reducers.shared

@@ -21,7 +21,7 @@ from syncline.worker.checkpoint.rng_state import forget_seed
 @pytest.fixture(autouse=True)
 def process_groups_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect; less than a thread may outlast its test, since one that connects to the dead is not to be ended."""
-    monkeypatch.setattr("syncline.server.reduce.process_group.CONNECT_SECONDS", 45.0)
+    monkeypatch.setattr("syncline.reduce.process_group.CONNECT_SECONDS", 45.0)
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, kill, start
 
+from syncline.reduce import process_group
+from syncline.reduce.host_round import ActiveRound
+from syncline.reduce.process_group import GroupRound
 from syncline.server import pool
-from syncline.server.reduce import process_group, sums
-from syncline.server.reduce.host_round import Turn
-from syncline.server.reduce.process_group import GroupRound
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer, carriers, channel_carrier
 from syncline.worker.exchange import finite, routes
@@ -220,14 +220,14 @@ def test_so_it_does_where_gradients_stay_on_their_device(
 def test_host_leaders_begin_all_slices_before_their_round_is_complete(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, again, original = dict[int, int](), list[bool](), Turn.take_up
+    begun, again, original = dict[int, int](), list[bool](), ActiveRound.complete
 
-    def take_up(self: Turn, work: Any) -> None:
+    def complete(self: ActiveRound, found: Any) -> None:
         begun[self.number] = begun.get(self.number, 0) + len(self.begun)
         again.append(self.is_again)
-        original(self, work)
+        original(self, found)
 
-    monkeypatch.setattr(Turn, "take_up", take_up)
+    monkeypatch.setattr(ActiveRound, "complete", complete)
     trained(plain, True, kind)
     last = begun[STEPS - 1]
     assert begun == dict.fromkeys(range(STEPS), last) | {0: 0, 1: 0}, "after two rounds that are alike"
@@ -235,16 +235,16 @@ def test_host_leaders_begin_all_slices_before_their_round_is_complete(
 
 
 def test_a_process_group_begins_all_buckets_before_their_round_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, original = list[tuple[int, int]](), GroupRound.make
-    monkeypatch.setattr(sums, "BUCKET_BYTES", 512)
+    begun, original = list[tuple[int, int]](), GroupRound.finish
+    monkeypatch.setattr(process_group, "BUCKET_BYTES", 512)
 
-    def make(self: GroupRound, work: Any, holds: bool) -> Any:
-        if work.commits[0].clock > 3:
+    def finish(self: GroupRound, complete: Any, holds: bool) -> Any:
+        if complete.contributions[0].clock > 3:
             assert holds
-            begun.append((self.num_begun, len(self._buckets)))
-        return original(self, work, holds)
+            begun.append((self.num_begun, self.num_expected))
+        return original(self, complete, holds)
 
-    monkeypatch.setattr(GroupRound, "make", make)
+    monkeypatch.setattr(GroupRound, "finish", finish)
     trained(plain, True, "process_group")
     assert len(begun) == 4 * (STEPS - 3) and begun[0][0] == begun[0][1] > 1
     assert set(begun) == {begun[0]}
@@ -252,13 +252,13 @@ def test_a_process_group_begins_all_buckets_before_their_round_is_complete(monke
 
 def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a parameter that a worker has no gradient for."""
-    begun, original = dict[str, set[tuple[int, int]]](), GroupRound.make
-    monkeypatch.setattr(sums, "BUCKET_BYTES", 256)
+    begun, original = dict[str, set[tuple[int, int]]](), GroupRound.finish
+    monkeypatch.setattr(process_group, "BUCKET_BYTES", 256)
 
-    def make(self: GroupRound, work: Any, holds: bool) -> Any:
+    def finish(self: GroupRound, complete: Any, holds: bool) -> Any:
         if holds:
-            begun.setdefault(self._own_worker, set()).add((self.num_begun, len(self._buckets)))
-        return original(self, work, holds)
+            begun.setdefault(self.own_worker, set()).add((self.num_begun, self.num_expected))
+        return original(self, complete, holds)
 
     def work(job: Any) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
@@ -270,7 +270,7 @@ def test_buffers_that_are_there_at_the_step_do_not_hold_up_a_process_group(monke
             opt.step()
             opt.zero_grad()
 
-    monkeypatch.setattr(GroupRound, "make", make)
+    monkeypatch.setattr(GroupRound, "finish", finish)
     with local_job(workers=2, exchange="ring", slice_bytes=256, sums="gloo") as jobs:
         jobs.run(work)
     assert len(begun) == 2

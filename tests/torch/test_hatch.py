@@ -30,8 +30,8 @@ from tests.torch.test_device import (
 from torch import nn
 
 import syncline
+from syncline.reduce import process_group
 from syncline.server.device_storage import ChannelStorage
-from syncline.server.reduce import process_group
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 from syncline.worker.exchange.routes import Arenas
@@ -166,9 +166,9 @@ def test_nccl_adds_up_what_one_rank_has() -> None:
     itself stays open, so it has a process of its own."""
     script = """
 import torch
-from syncline.server.reduce import process_group
-from syncline.server.reduce.process_group import Heard, Introductions
-store = Introductions(1, Heard(), lambda key, value: None, 60.0)
+from syncline.reduce import process_group
+from syncline.reduce.process_group import GroupStore, StoreKeys
+store = GroupStore(1, StoreKeys(), lambda key, value: None, 60.0)
 group = process_group.nccl_group(store, 0, 1, 60.0, "")
 numbers = torch.arange(5.0, device="cuda:0")
 group.allreduce([numbers], torch.distributed.AllreduceOptions()).wait()

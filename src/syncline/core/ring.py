@@ -238,7 +238,7 @@ class HostLeaders:
         if found is None:
             replica_set = self._replica_sets.get(number)
             found = self._known[number] = (
-                _deputies(replica_set, self._hosts) if replica_set is not None and replica_set.primary else {}
+                _host_leaders(replica_set, self._hosts) if replica_set is not None and replica_set.primary else {}
             )
         return found
 
@@ -256,7 +256,7 @@ class HostLeaders:
         host_leader, primary = self.of(number).get(self.host_of(to)), self.primary(number)
         return to not in ("", primary) and sender == (primary if host_leader == to else host_leader)
 
-    def neighbours(self, name: str) -> list[str]:
+    def local_peers(self, name: str) -> list[str]:
         """The other servers on its host."""
         host = self._hosts[name]
         return sorted((other for other, where in self._hosts.items() if where == host and other != name), key=by_name)
@@ -293,7 +293,7 @@ def _have_cores_to_spare(seated: Collection[Member]) -> bool:
     return all(member.num_cores >= (2 if member.cores else 2 * len(seated)) for member in seated)
 
 
-def _deputies(replica_set: ReplicaSet, hosts: Mapping[str, str]) -> dict[str, str]:
+def _host_leaders(replica_set: ReplicaSet, hosts: Mapping[str, str]) -> dict[str, str]:
     by_host: dict[str, list[str]] = {}
     for name in sorted(replica_set.names, key=by_name):
         by_host.setdefault(hosts.get(name, ""), []).append(name)

@@ -9,5 +9,6 @@ streams, stalls                     bytes over a socket, with and without TLS; a
 handshake, proving, certificate     the proof of the job token: the algorithm, over a socket, the certificate in it
 rpc                                 calls in both directions: `Endpoint`, `Call`, `Request`
 link                                the link to a coordinator that may die: requests are repeated
+reliable_send                       messages between servers: repeated until they are acknowledged
 shm, device_channel                 memory that processes of a host share; memory on a GPU within one process
 """

@@ -1,4 +1,9 @@
-"""The values of several ranks become one, block by block, in the order of the ranks: rings and collectives use it."""
+"""Adds up, averages and compares the numbers of several ranks. Servers, rings and collectives use these kernels.
+
+Numbers are NumPy arrays, or tensors of torch: those of half precision, which NumPy lacks or is slow with, and those
+on a GPU. This module never imports torch; it uses torch if the process has loaded it. All kernels add in the order of
+the sources. In processes that have loaded torch, equal numbers give equal bits, whichever kernel adds them up.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,147 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from syncline.core.layout import INTEGERS
 from syncline.net.memory import aligned_zeros
 
 Bytes = npt.NDArray[np.uint8]
+#: A NumPy array, or a tensor of torch.
+Numbers = Any
 BLOCK_BYTES = 256 << 10
+_HALF = ("bfloat16", "float16")
 _NUMPY: dict[str, Callable[..., Any]] = {
     "average": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply,
 }  # fmt: skip
 _TORCH = {"average": "add", "sum": "add", "min": "minimum", "max": "maximum", "product": "mul"}
-#: What overflows is the script's own affair, wherever it happens to be added up.
+#: Scripts see infinities in the result; NumPy's warnings would name a line of ours.
 _QUIET = np.errstate(all="ignore")
+
+
+def numbers_of(data: Bytes, dtype: str) -> Numbers:
+    """The numbers in these bytes, without a copy: a NumPy array, or a tensor for half precision."""
+    torch = _torch_for(dtype)
+    return data.view(dtype) if torch is None else torch.from_numpy(data).view(getattr(torch, dtype))
+
+
+def _torch_for(dtype: str) -> Any:
+    """torch, if numbers of this dtype need it and it is loaded."""
+    return sys.modules.get("torch") if dtype in _HALF else None
+
+
+# -- weighted sums --------------------------------------------------------------------------------------------
+
+
+def sum_dtype(dtype: str, *, averages: bool) -> str:
+    """The dtype in which numbers are added up: half precision in float32, integers in int64, or in float64 if their
+    mean is wanted.
+    """
+    if dtype in INTEGERS:
+        return "float64" if averages else "int64"
+    return "float32" if dtype in _HALF else dtype
+
+
+def weighted_sum(sources: Sequence[tuple[Numbers, float]], total: Numbers, *, weighted: bool) -> None:
+    """Writes Σ gᵢ, or Σ wᵢgᵢ, into `total`, in the given order. `total` may have a wider dtype than the sources. If
+    it is a tensor, the sources are tensors too.
+    """
+    if not isinstance(total, np.ndarray):
+        _sum_tensors(sys.modules["torch"], sources, total, weighted)
+        return
+    torch = _torch_for_sum(sources, total, weighted)
+    if torch is None:
+        _sum_arrays([(_as_array(numbers), weight) for numbers, weight in sources], total, weighted)
+    else:
+        found = [(_as_tensor(torch, numbers), weight) for numbers, weight in sources]
+        _sum_tensors(torch, found, torch.from_numpy(total), weighted)
+
+
+def _torch_for_sum(sources: Sequence[tuple[Numbers, float]], total: npt.NDArray[Any], weighted: bool) -> Any:
+    """Chooses the kernel of a sum in an array: torch, or None for NumPy.
+
+    Measured with float32: NumPy takes half of torch's time for 1 to 64 KiB; for 16 MiB it takes up to 1.16 times as
+    long, with weights 1.3 times. Weighted sums always use torch if it is loaded: its kernel rounds `total + w * g`
+    once, NumPy rounds twice, and the bits of a sum must not depend on its size.
+    """
+    torch = sys.modules.get("torch")
+    is_half = any(not isinstance(numbers, np.ndarray) and numbers.element_size() == 2 for numbers, _ in sources)
+    return torch if is_half or weighted or total.nbytes > BLOCK_BYTES else None
+
+
+def _as_array(numbers: Numbers) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = numbers if isinstance(numbers, np.ndarray) else numbers.numpy()
+    return found
+
+
+def _as_tensor(torch: Any, numbers: Numbers) -> Any:
+    return torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
+
+
+def _casting_to(dtype: np.dtype[Any]) -> Any:
+    """Options of a ufunc that computes in this dtype, whatever its arguments have."""
+    return {"dtype": dtype, "casting": "unsafe"}
+
+
+@_QUIET
+def _sum_arrays(sources: Sequence[tuple[npt.NDArray[Any], float]], total: npt.NDArray[Any], weighted: bool) -> None:
+    """In blocks, so that products need no memory of the size of `total` and stay in the cache."""
+    (first, first_weight), *rest = sources
+    size, how = BLOCK_BYTES // total.itemsize, _casting_to(total.dtype)
+    scratch = np.empty(min(size, total.size), total.dtype) if weighted and rest else total
+    for start in range(0, total.size, size):
+        block = slice(start, min(start + size, total.size))
+        into = total[block]
+        if weighted:
+            np.multiply(first[block], first_weight, out=into, **how)
+            product = scratch[: len(into)]
+            for numbers, weight in rest:
+                np.multiply(numbers[block], weight, out=product, **how)
+                np.add(into, product, out=into)
+        elif rest:
+            np.add(first[block], rest[0][0][block], out=into, **how)
+            for numbers, _ in rest[1:]:
+                np.add(into, numbers[block], out=into, **how)
+        else:
+            np.copyto(into, first[block], casting="unsafe")
+
+
+def _sum_tensors(torch: Any, sources: Sequence[tuple[Any, float]], total: Any, weighted: bool) -> None:
+    (first, weight), *rest = sources
+    if rest and not weighted and first.dtype == total.dtype:
+        torch.add(first, rest.pop(0)[0], out=total)
+    else:
+        total.copy_(first)  # `out=` would still compute in the dtype of the sources
+        if weighted:
+            total.mul_(weight)
+    for numbers, weight in rest:
+        total.add_(numbers, alpha=weight if weighted else 1)
+
+
+def divide(total: Numbers, by: float) -> None:
+    """Divides in place."""
+    if isinstance(total, np.ndarray):
+        with np.errstate(all="ignore"):
+            np.divide(total, by, out=total)
+    else:
+        total.div_(by)
+
+
+def narrow(total: Numbers, into: Numbers) -> None:
+    """Copies a sum into memory of its own dtype. Rounds means of integers, also in `total`."""
+    if into is total:
+        return
+    if isinstance(total, np.ndarray) and isinstance(into, np.ndarray):
+        if total.dtype.kind == "f" and into.dtype.kind != "f":
+            np.rint(total, out=total)
+        with np.errstate(all="ignore"):
+            np.copyto(into, total, casting="unsafe")
+        return
+    torch = sys.modules["torch"]
+    total, into = _as_tensor(torch, total), _as_tensor(torch, into)
+    is_mean = not into.is_floating_point() and total.is_floating_point()
+    into.copy_(total.round_() if is_mean else total)
+
+
+# -- collectives ----------------------------------------------------------------------------------------------
 
 
 class Reducer:
@@ -26,32 +162,28 @@ class Reducer:
 
     def __init__(self, dtype: str, op: str, count: int) -> None:
         self._dtype, self._count, self._is_average = dtype, count, op == "average"
-        # NumPy has no bfloat16, and is slow with float16.
-        torch = sys.modules.get("torch") if dtype in ("bfloat16", "float16") else None
-        self._torch: Any = torch
+        self._torch = torch = _torch_for(dtype)
         self._numpy = np.dtype(dtype) if torch is None else None
         self._merge = getattr(torch, _TORCH[op]) if torch is not None else _NUMPY[op]
 
-    def _typed(self, data: Bytes) -> Any:
-        if self._torch is not None:
-            return self._torch.from_numpy(data).view(getattr(self._torch, self._dtype))
-        return data.view(self._numpy)
+    def _typed(self, data: Bytes) -> Numbers:
+        return numbers_of(data, self._dtype) if self._torch is not None else data.view(self._numpy)
 
     @_QUIET
     def merge(self, into: Bytes, earlier: Bytes) -> None:
-        """What earlier ranks have, and what is here, is here."""
+        """Merges the numbers of earlier ranks into `into`."""
         target = self._typed(into)
         self._merge(self._typed(earlier), target, out=target)
 
     def finish(self, data: Bytes) -> None:
-        """Of numbers of all ranks: where they are averaged, this makes the average."""
+        """Divides the total of all ranks, if an average is wanted."""
         if self._is_average:
             target = self._typed(data)
             (self._torch.div if self._torch is not None else np.divide)(target, self._count, out=target)
 
     @_QUIET
     def small(self, sources: Sequence[Bytes]) -> Bytes:
-        """All sources, in new memory."""
+        """Merges all sources into new memory."""
         result = sources[0].copy()
         total = self._typed(result)
         for source in sources[1:]:
@@ -61,7 +193,7 @@ class Reducer:
 
     @_QUIET
     def few(self, sources: Sequence[Any], out: Any = None) -> Any:
-        """The same of arrays of numbers, two at least; `out` may be one of them."""
+        """Merges two or more typed arrays; `out` may be one of them."""
         is_pair = len(sources) == 2
         total = self._merge(sources[0], sources[1], out=out if is_pair else None)
         for source in sources[2:]:
@@ -74,7 +206,9 @@ class Reducer:
 
     @_QUIET
     def reduce(self, sources: Sequence[Bytes], targets: Sequence[Bytes], *, is_all: bool = True) -> None:
-        """All sources, into every target; a target may be a source. `is_all`: these are all ranks."""
+        """Merges all sources and copies the result to every target; a target may be a source. `is_all`: these are all
+        ranks, so averages are final.
+        """
         size = len(sources[0])
         in_place = targets[0] is sources[0]
         scratch = aligned_zeros(min(BLOCK_BYTES, size)) if not in_place else None

@@ -8,9 +8,9 @@ staging           the bytes that workers have sent, until their round is applied
 commits           a worker's commit: admitted (admission_queue), decided by the core, clipped (clipping)
 tasks, executor   a decided round on its way through all slices, in the threads of the pool
 pulls, replies    parameters on their way back to workers
-replicate         updates on their way to backups (backups, seeding, reliable_send)
+replicate         updates on their way to backups (backups, seeding)
 reconfigure       from one generation to the next; workers that go (worker_removal)
-ring              votes of a ring (ring_service, ring_copies, encoded_sums), and how it adds up (reduce/)
+ring              votes of a ring (ring_service, ring_copies, encoded_sums); ring_sums: rounds for its reducer
 snapshot_barrier  one snapshot point on all servers; cow_snapshot, saving and restore: checkpoints
 pool              the threads that apply rounds
 dropped_options   options of workers that do not count in a round: reported once

@@ -12,7 +12,7 @@ from syncline.core.layout import Segment, Slice
 from syncline.core.rule import Option
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError
-from syncline.server.reduce.weighted_sum import narrow, sum_dtype
+from syncline.reduce.kernels import narrow, sum_dtype
 
 #: Keys of held pushes among the state of a slice, when it is copied to another server.
 _PREFIX = "syncline.gather."
@@ -71,7 +71,10 @@ class Gathered:
                 self._weights[index] = self._weights.get(index, 0.0) + weight
 
     def _wide(self, index: int) -> torch.dtype:
-        return sum_dtype(self._part.dtype, averages=self._assigns[index] or not self._is_sum)
+        kind: torch.dtype = getattr(
+            torch, sum_dtype(self._part.dtype, averages=self._assigns[index] or not self._is_sum)
+        )
+        return kind
 
     def _mean(self) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(self._parameters)

@@ -13,13 +13,13 @@ from syncline.core.ring import HostLeaders, Spread, host_leaders_of
 from syncline.core.slice_state import Copy, Identity, SliceState, highest_clocks, least_clocks, life_of, reach_of
 from syncline.core.wire.control import Host
 from syncline.errors import FencedError, ProtocolError, SynclineError
+from syncline.net.reliable_send import Partner
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, Peer, buffer_of
 from syncline.server.backups import Backups
 from syncline.server.commits import Commits
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
-from syncline.server.reliable_send import Partner
 from syncline.server.seeding import alone_replica, supply
 from syncline.server.slices import HostedSlice
 from syncline.server.storage import Blocks, SliceStorage
@@ -223,7 +223,7 @@ class Hosting:
         """All slices here, primaries and backups."""
         return [*self.slices.values(), *self.backups.slots()]
 
-    def deputies_by(self, config: JobConfig) -> HostLeaders | None:
+    def host_leaders_by(self, config: JobConfig) -> HostLeaders | None:
         """In a ring: the host leaders by the current replica sets."""
         return host_leaders_of(config, dict(self.replica_sets), list(self._members.values()))
 

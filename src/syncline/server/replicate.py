@@ -19,10 +19,10 @@ from syncline.core.rounds import Commit
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Replicate, Replicated, Seed
 from syncline.errors import ConfigError, FencedError, RuleError, SynclineError
+from syncline.net.reliable_send import OutgoingMessage, Partner, ReliableSend
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.server.encoded_sums import encode_sum
-from syncline.server.reliable_send import OutgoingMessage, Partner, ReliableSend
 from syncline.server.rules import tensor_of
 from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, acks_of, late_of
 from syncline.store.tensors import new_digest

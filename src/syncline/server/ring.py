@@ -15,18 +15,18 @@ from syncline.core.ring import Ballot, Spread, Votes, ballot_of
 from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import Replicate, Vote
+from syncline.net.reliable_send import Partner, ReliableSend
 from syncline.net.rpc import Request
 from syncline.server.backups import Backup, Backups, own_region
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool, is_small
-from syncline.server.reliable_send import Partner, ReliableSend
 from syncline.server.replicate import Region, message_of
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import RoundTask, StagedCommit
 
 if TYPE_CHECKING:
-    from syncline.server.reduce.reducer import RingReducer
+    from syncline.server.ring_sums import RingReducer
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -213,7 +213,9 @@ class Voting:
         """
         cast = [work for ballot, work in self._works.items() if self._name not in self.votes.missing(ballot)]
         found = [(w.commits[0], self.votes.missing(w.ballot)) for w in cast if w.ballot is not None]
-        found += [(w.commits[0], names) for w, names in (self.summing.awaited() if self.summing is not None else ())]
+        found += [
+            (w.commits[0], names) for w, names in (self.summing.waiting_for() if self.summing is not None else ())
+        ]
         return [(names, now - commit.item.since) for commit, names in found if names]
 
     def hear(self, request: Request, message: Vote) -> None:

@@ -6,23 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from syncline.config import JobConfig
-from syncline.core.ring import Spread, partner_of
+from syncline.core.ring import Spread
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import GroupStoreKey, HostSum, ShareSums, Vote, WholeSum
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer
+from syncline.reduce.hierarchical import HierarchicalReducers
+from syncline.reduce.reducer import ReducerFactory
 from syncline.server.commits import Commits
 from syncline.server.hosting import Hosting
 from syncline.server.pool import Pool
-from syncline.server.reduce.hierarchical import HierarchicalReducers
-from syncline.server.reduce.reducer import Reducers, RingReducer
 from syncline.server.ring import Spreading, Voting
+from syncline.server.ring_sums import RingParticipant, RingReducer
 
 if TYPE_CHECKING:
-    from syncline.server.reduce.hierarchical import HierarchicalReducers
-    from syncline.server.reduce.process_group import ProcessGroupReducers
-    from syncline.server.reduce.reducer import Reducers, RingReducer
+    from syncline.reduce.process_group import ProcessGroupReducers
 
 
 class Ring:
@@ -41,19 +40,16 @@ class Ring:
         commits.holding.enter_ring(voting)
         self.group_reducers: ProcessGroupReducers | None = None  #: sums by torch.distributed
         self.host_reducers: HierarchicalReducers | None = None  #: sums by host
-        adders: Reducers
+        participant = RingParticipant(config, hosting, pool)
+        factory: ReducerFactory
         if config.has_process_group:
-            from syncline.server.reduce.process_group import (
-                ProcessGroupReducers,  # imports torch.distributed, which not every build of torch has
-            )
+            # Imports torch.distributed, which some builds of torch lack.
+            from syncline.reduce.process_group import ProcessGroupReducers
 
-            adders = self.group_reducers = ProcessGroupReducers(config, hosting)
-            own, departures = partner_of(hosting.name), commits.departures
-            departures.stage_by(lambda worker: departures.staged_here(worker) if worker == own else ())
-            commits.decoding.takes_all = True
+            factory = self.group_reducers = ProcessGroupReducers(config, participant)
         else:
-            adders = self.host_reducers = HierarchicalReducers(config, commits, hosting, pool)
-        voting.summing = RingReducer(adders, flow, voting, hosting.backups)
+            factory = self.host_reducers = HierarchicalReducers(participant)
+        voting.summing = RingReducer(factory, commits, voting, hosting)
 
 
 def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callable[[Request, Any], None]]:
@@ -65,26 +61,26 @@ def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callab
             raise ProtocolError(f"{request.peer} votes; only servers of a ring do")
         known.voting.hear(request, message)
 
-    def introduction(request: Request, message: GroupStoreKey) -> None:
+    def store_key(request: Request, message: GroupStoreKey) -> None:
         known = ring()
         if known is None or known.group_reducers is None or request.peer.role != "server":
             raise ProtocolError(f"{request.peer} introduces itself; only servers of a process group do")
-        known.group_reducers.hear(request, message)
+        known.group_reducers.receive(request, message)
 
     return {
         Vote: vote,
-        GroupStoreKey: introduction,
-        ShareSums: lambda request, message: _relays(ring(), request.peer).lend(request, message),
-        HostSum: lambda request, message: _relays(ring(), request.peer).hear(request, message),
-        WholeSum: lambda request, message: _relays(ring(), request.peer).hear(request, message),
+        GroupStoreKey: store_key,
+        ShareSums: lambda request, message: _hierarchical(ring(), request.peer).share(request, message),
+        HostSum: lambda request, message: _hierarchical(ring(), request.peer).receive(request, message),
+        WholeSum: lambda request, message: _hierarchical(ring(), request.peer).receive(request, message),
     }
 
 
 def buffers_for_sum(ring: Ring | None, peer: Peer, message: HostSum | WholeSum) -> Sequence[Buffer]:
-    return _relays(ring, peer).buffers_for(peer, message)
+    return _hierarchical(ring, peer).buffers_for(peer, message)
 
 
-def _relays(ring: Ring | None, peer: Peer) -> HierarchicalReducers:
+def _hierarchical(ring: Ring | None, peer: Peer) -> HierarchicalReducers:
     if ring is None or ring.host_reducers is None or peer.role != "server":
         raise ProtocolError(f"{peer} gives sums; only servers of a ring do, that add up themselves")
     return ring.host_reducers

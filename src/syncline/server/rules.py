@@ -21,9 +21,9 @@ from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ConfigError, ProtocolError, RuleError
 from syncline.extensions import is_named, load
 from syncline.net.transport import buffer_of
+from syncline.reduce.kernels import divide, narrow, sum_dtype, weighted_sum
 from syncline.server.aggregation import aggregate_tensors
 from syncline.server.gather import Gathered, Overrides
-from syncline.server.reduce.weighted_sum import HALF, add_up, narrow, sum_dtype
 from syncline.server.storage import SliceStorage
 from syncline.store.weights import AVERAGE_KEY
 
@@ -183,6 +183,7 @@ class Averages:
 
 
 _FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+_HALF = (torch.float16, torch.bfloat16)
 _NO_FOREACH = frozenset({"Muon"})  # has no such option
 Bytes = npt.NDArray[np.uint8]
 
@@ -390,13 +391,14 @@ class SliceRules:
             assert how is not None
             aggregate_tensors(how, [array for array, _, _ in sources], weights, result)
             return result
-        kind = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else own
+        wide = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else self.part.dtype
+        kind = getattr(torch, wide)
         total_of = result if kind == own else scratch(kind, self.flat, start, size)
         equal = is_plain and (not averaged or all(weight == weights[0] for weight in weights))
         factors = [(array, factor * (weight if averaged else 1.0)) for array, weight, factor in sources]
-        add_up(factors, total_of, weighted=not equal)
+        weighted_sum(factors, total_of, weighted=not equal)
         if averaged:
-            total_of.div_(total / weights[0] if equal else total)
+            divide(total_of, total / weights[0] if equal else total)
         narrow(total_of, result)
         return result
 
@@ -587,7 +589,7 @@ def _unfused_where_it_cannot(
 def is_fused(name: str, parameters: Sequence[torch.Tensor]) -> bool:
     """Whether torch has a correct fused kernel for this rule."""
     # Of SGD on halves on a CPU it is wrong (torch 2.13: off by a tenth of the update, from 16 items on).
-    wrong = name == "SGD" and any(p.dtype in HALF and p.device.type == "cpu" for p in parameters)
+    wrong = name == "SGD" and any(p.dtype in _HALF and p.device.type == "cpu" for p in parameters)
     return name in _FUSED and not wrong
 
 

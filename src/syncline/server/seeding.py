@@ -17,9 +17,9 @@ from syncline.core.wire.control import SeedTo
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import ShareRegion
 from syncline.errors import ConnectionLost, FencedError, SynclineError
+from syncline.net.reliable_send import Partner
 from syncline.net.rpc import Call, Endpoint, Request
 from syncline.net.transport import Memory
-from syncline.server.reliable_send import Partner
 from syncline.server.replicate import Region, Replica, Update, seed_of
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import FenceTask, in_thread

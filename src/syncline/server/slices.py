@@ -15,13 +15,14 @@ import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
-from syncline.core.layout import Piece, Ranges, Segment, Slice, covers, in_ranges
+from syncline.core.layout import Piece, Ranges, Segment, Slice
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
 from syncline.core.wire.leases import LeaseAck
+from syncline.net.reliable_send import Partner
 from syncline.net.transport import buffer_of
-from syncline.server.reliable_send import Partner
+from syncline.reduce.slices import SliceReduction
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import PushedSlice, SliceRules
 from syncline.server.storage import SliceStorage
@@ -86,8 +87,7 @@ class HostedSlice:
         self.is_sending = False  # the sending thread itself will check for the acknowledgement
         self.is_spread = False  # in a ring: backups compute their own sums
         self.sum_coder: SliceCoder | None = None  # in a ring: encodes sums for other servers
-        self._ids = [segment.first_parameter + piece.parameter for piece in self.rules.pieces]
-        self._last_has: tuple[Ranges, Sequence[bool]] = ((), [False] * len(self._ids))
+        self.reduction = SliceReduction(segment, part)
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
         self.damping_sum = 0.0
@@ -360,18 +360,11 @@ class HostedSlice:
         return overrides
 
     def has(self, pushed: Ranges) -> Sequence[bool]:
-        """Which pieces of this slice are pushed; cached."""
-        known = self._last_has
-        if known[0] != pushed:
-            if self._ids and covers(pushed, self._ids[0], self._ids[-1] + 1):
-                has: Sequence[bool] = (True,) * len(self._ids)
-            else:
-                has = [in_ranges(pushed, number) for number in self._ids]
-            known = self._last_has = (pushed, has)
-        return known[1]
+        """Which pieces of this slice are pushed."""
+        return self.reduction.has(pushed)
 
     def touched_by(self, pushed: Ranges) -> bool:
-        return any(self.has(pushed))
+        return self.reduction.touched_by(pushed)
 
     def norm(self, work: SliceTask) -> float:
         """This slice's share of the squared norm of a round."""
@@ -467,8 +460,9 @@ class RoundSums:
     def __init__(self) -> None:
         self._found: dict[int, tuple[Region, list[int]]] = {}
 
-    def put(self, slot: HostedSlice, region: Region, has: list[int]) -> None:
-        self._found[slot.part.id] = (region, has)
+    def put(self, number: int, region: Region, has: list[int]) -> None:
+        """`has`: the pieces of slice `number` that any worker has pushed."""
+        self._found[number] = (region, has)
 
     def region(self, slot: HostedSlice) -> Region | None:
         found = self._found.get(slot.part.id)

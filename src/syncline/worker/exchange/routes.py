@@ -190,7 +190,7 @@ class ServerRoutes:
         self.primaries: dict[int, str] = {}  # by slice
         self._replica_sets: dict[int, ReplicaSet] = {}
         self.spread: frozenset[int] = frozenset()  # in a ring: slices that go to all servers
-        self._deputies: HostLeaders | None = None  # in a ring
+        self._host_leaders: HostLeaders | None = None  # in a ring
         #: Slices by server, in order of ids: its primaries, the pushes it gets, the slices read from it.
         self.hosted: dict[str, list[Slice]] = {}
         self.taken: dict[str, list[Slice]] = {}
@@ -284,7 +284,7 @@ class ServerRoutes:
         hosts = {member.name: member.host for member in roster.members}
         parts = ((segment, part) for segment in self.layout.segments for part in segment.slices)
         self.spread = self._spread.of(parts, self._replica_sets, hosts)
-        self._deputies = host_leaders_of(self._config, self._replica_sets, roster.members)
+        self._host_leaders = host_leaders_of(self._config, self._replica_sets, roster.members)
         self.taken = self._taken(by_server)
         read = self._sorted({} if self._own else by_server, lambda part: (self.source(part.id),))
         for name in self.names:
@@ -312,7 +312,7 @@ class ServerRoutes:
         return {name: [parts[number] for number in sorted(parts)] for name, parts in found.items()}
 
     def _taken(self, by_server: Mapping[str, list[Slice]]) -> dict[str, list[Slice]]:
-        if not self._config.has_process_group and self._deputies is None:
+        if not self._config.has_process_group and self._host_leaders is None:
             return self._sorted(by_server, lambda part: self.names if part.id in self.spread else ())
         if by_server and self._own not in by_server:
             raise Refresh(f"{self._own}, in this process, has no slices yet")
@@ -322,14 +322,14 @@ class ServerRoutes:
         """In a ring whose servers compute sums themselves: the server on this host that gets the pushes of a
         slice.
         """
-        if self._deputies is None:
+        if self._host_leaders is None:
             return self._own
-        found = self._deputies.of(number).get(self._deputies.host_of(self._own))
+        found = self._host_leaders.of(number).get(self._host_leaders.host_of(self._own))
         return found or self.primaries[number]  # it has no copies yet: no worker pushes it
 
     def takes(self, server: str, part: Slice) -> bool:
         """Whether this server gets the pushes of a slice."""
-        if self._config.has_process_group or self._deputies is not None:
+        if self._config.has_process_group or self._host_leaders is not None:
             return server == self._adder(part.id)
         return part.id in self.spread or self.primaries.get(part.id) == server
 
@@ -429,7 +429,7 @@ class ServerRoutes:
     @property
     def sums_early(self) -> bool:
         """Whether servers sum slices that are staged before the commit."""
-        return len(self.names) > 1 and (self._config.has_process_group or self._deputies is not None)
+        return len(self.names) > 1 and (self._config.has_process_group or self._host_leaders is not None)
 
     @property
     def early_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """Messages to another server that are repeated until it acknowledges them.
 
-All that one server must make another one know goes this way: updates to backups, votes, sums, keys of process groups.
-A receiver may see a message twice, and messages that were repeated in another order.
+Servers send updates to backups, votes, sums and keys of process groups this way. A receiver may see a message twice,
+and repeated messages in another order.
 """
 
 from __future__ import annotations
@@ -184,8 +184,9 @@ class Partner:
 
 
 class Outbox:
-    """A thread that sends large messages to one other server. Their makers do not wait for the wire, and a server
-    that does not read holds up no other one."""
+    """A thread that sends large messages to one other server, so that a slow receiver holds up neither the caller nor
+    other receivers.
+    """
 
     def __init__(self, name: str) -> None:
         self._sends: queue.SimpleQueue[ReliableSend | None] = queue.SimpleQueue()

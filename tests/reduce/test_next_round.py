@@ -6,31 +6,28 @@ from typing import Any
 
 import pytest
 
-from syncline.core.policy import parse_policy
-from syncline.core.rounds import Commit
-from syncline.server.reduce.reducer import NextRound
-from syncline.server.tasks import RoundTask, StagedCommit
+from syncline.reduce.rounds import NextRound, Round
+from syncline.reduce.slices import Contribution
 
 
-def round_of(clock: int, *, without: str = "", incarnation: int = 1, skip: bool = False, **told: Any) -> RoundTask:
-    """Of two workers; `told`: what worker-1 says of its commit that is not as ever."""
-    commits = []
-    for name, offset in (("worker-0", 0), ("worker-1", 5)):
-        item = StagedCommit(1, 0, 0)
-        item.pushed, item.is_early = ((0, 4),), True
-        if name == "worker-1":
-            item.incarnation, item.skip = incarnation, skip
-            for key, value in told.items():
-                setattr(item, key, value)
-        if name != without:
-            commits.append(Commit(name, item.incarnation, clock + offset, item))
-    return RoundTask(tuple(commits), (), commits[0], parse_policy("sync"), lambda work: None)
+def round_of(clock: int, *, without: str = "", skip: bool = False, is_early: bool = True, is_edited: bool = False,
+             weights: tuple[float, float] = (1.0, 1.0), **told: Any) -> Round:  # fmt: skip
+    """Of two workers; `told`: what is unusual in the contribution of worker-1."""
+    usual: dict[str, Any] = {"incarnation": 1, "pushed": ((0, 4),)}
+    contributions = [
+        Contribution("worker-0", clock=clock, weight=weights[0], **usual),
+        Contribution("worker-1", clock=clock + 5, **{**usual, "weight": weights[1], **told}),
+    ]
+    return Round(
+        contributions=tuple(each for each in contributions if each.worker != without),
+        skip=skip, is_early=is_early, is_edited=is_edited, summed=lambda sums: None, failed=lambda error: None,
+    )  # fmt: skip
 
 
-def after(*rounds: RoundTask) -> NextRound:
+def after(*rounds: Round) -> NextRound:
     found = NextRound()
-    for work in rounds:
-        found.settle(work)
+    for each in rounds:
+        found.settle(each)
     return found
 
 
@@ -74,8 +71,10 @@ def test_weights_that_always_differ_and_gradients_that_are_always_edited_cost_no
 
 
 def test_a_round_in_which_all_weigh_nothing_is_not_expected() -> None:
-    works = [round_of(clock) for clock in (1, 2)]
-    for work in works:
-        for commit in work.commits:
-            commit.item.weight = 0.0
-    assert not after(*works).expected
+    assert not after(*(round_of(clock, weights=(0.0, 0.0)) for clock in (1, 2))).expected
+
+
+def test_a_contribution_without_weight_is_not_expected_to_be_added_up() -> None:
+    following = after(*(round_of(clock, weights=(1.0, 0.0)) for clock in (1, 2)))
+    assert [each.worker for each in following.expected] == ["worker-0"]
+    assert following.settle(round_of(3, weights=(1.0, 0.0)))

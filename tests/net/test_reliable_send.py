@@ -10,7 +10,7 @@ from tests.patience import PATIENCE
 
 from syncline.core.members import Member
 from syncline.errors import ConnectionLost
-from syncline.server.reliable_send import Partner
+from syncline.net.reliable_send import Partner
 
 
 class Connection:
