@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 #: LeNet's gradients are 0.25 MB: 20 ms of this wire each way. Less may pass at once than a push has.
 RATE = "rate 100mbit burst 16kb latency 200ms"
 CHOICES = ("1", "auto", "64", "16", "4")
-EPOCHS = 1
+EPOCHS = 2
 
 
 def run(hosts: Wire, every: str, folder: pathlib.Path) -> tuple[float, float, list[str]]:
