@@ -243,7 +243,7 @@ def test_the_largest_are_those_of_a_whole_slice_whichever_parameter_they_are_of(
         ({"codec": "topk:0"}, "topk:R is a share of the numbers"),
         ({"codec": "topk:1.5"}, "topk:R is a share of the numbers"),
         ({"codec": "topk:nan"}, "topk:R is a share of the numbers"),
-        ({"pull_codec": "topk:0.01"}, "--pull-codec topk:0.01: parameters that do not travel would be 0"),
+        ({"pull_codec": "topk:0.01"}, "--pull-codec topk:0.01: a pull needs every parameter"),
         ({"codec_exempt": "*.bias"}, "--codec-exempt '*.bias' needs --codec or --pull-codec"),
     ],
 )

@@ -256,7 +256,7 @@ def test_what_is_not_there_or_damaged_is_refused_in_words(make_house: MakeHouse,
             after.tell("server-0", Resume(**wanted)).wait(WAIT)
         assert not any(after.slot("server-0", n).uploaded for n in numbers)
 
-    ask("not the one that was meant", digest="0" * 64)
+    ask("is another one than expected", digest="0" * 64)
     ask("manifest", folder=str(tmp_path / "nowhere"))
     ask("does not host slice 99", slices=[99])
     parameters = [Parameter("p.d", "float32", (100,)), Parameter("other", "float32", (3,))]
