@@ -27,6 +27,10 @@ GRACE_SECONDS = 60.0
 KEPT_THREADS = ("pytest", "MainThread", "asyncio", "Thread-", "QueueFeeder", "pin_memory", "rich")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-seeds", action="store_true", help="train with three seeds: figures for the docs")
+
+
 def pytest_collection_finish() -> None:
     """What the tests have loaded by now stays: it is not looked through again and again. Nor is torch's compiler
     loaded, as in any script that joins a job."""

@@ -1,6 +1,6 @@
 """`make proof`: what the ways to synchronise cost in accuracy and gain in time, and what survives a wrong worker.
 
-Figures for docs/guides/algorithms.md: `make proof ARGS="-k algorithms -s"`.
+Figures for docs/guides/algorithms.md: `make proof ARGS="-k proof/test_algorithms --all-seeds -s"`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "algorithms.py"
-SEEDS = (0, 1, 2)
 #: With one of four workers four times slower.
 WAYS: dict[str, list[str]] = {
     "sync": ["--policy", "sync"],
@@ -43,18 +42,20 @@ def train(folder: pathlib.Path, options: list[str], *arguments: str) -> tuple[fl
 @pytest.mark.proof
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("way", WAYS)
-def test_accuracy_with_a_slow_worker(way: str, tmp_path: pathlib.Path) -> None:
+def test_accuracy_with_a_slow_worker(way: str, seeds: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     slow = ("--slow", "worker-3")
-    found = [train(tmp_path, WAYS[way], *slow, "--seed", str(seed))[0] for seed in SEEDS]
+    found = [train(tmp_path, WAYS[way], *slow, "--seed", str(seed))[0] for seed in seeds]
+    mean, spread = statistics.mean(found), max(found) - min(found)
+    print(f"{way:22} {mean:6.2f} % mean of {found}, spread {spread:.2f}", flush=True)
+    assert mean >= 78.0
+    if len(seeds) == 1:
+        return
     stop = ["--stop", "accuracy>=0.85"]
     to_85 = [
         train(tmp_path, [*WAYS[way], *stop], *slow, "--validate", "--epochs", "6", "--seed", str(seed))[1]
-        for seed in SEEDS
+        for seed in seeds
     ]
-    mean, spread = statistics.mean(found), max(found) - min(found)
-    times = f"{statistics.median(to_85):.0f} s to 85 % ({min(to_85):.0f} to {max(to_85):.0f})"
-    print(f"{way:22} {mean:6.2f} % mean of {found}, spread {spread:.2f}; {times}", flush=True)
-    assert mean >= 80.0
+    print(f"{way:22} {statistics.median(to_85):.0f} s to 85 % ({min(to_85):.0f} to {max(to_85):.0f})", flush=True)
 
 
 @pytest.mark.proof

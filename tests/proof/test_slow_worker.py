@@ -11,7 +11,6 @@ import sys
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parent / "slow_worker.py"
-SEEDS = (0, 1, 2)
 
 
 def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
@@ -26,13 +25,15 @@ def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("policy", "options"), [("async", []), ("bounded:64", []), ("sync", ["--auto"])])
-def test_a_slow_worker_costs_no_accuracy(policy: str, options: list[str], tmp_path: pathlib.Path) -> None:
+def test_a_slow_worker_costs_no_accuracy(
+    policy: str, options: list[str], seeds: tuple[int, ...], tmp_path: pathlib.Path
+) -> None:
     runs = {"four equal workers": [], "one slower": ["--slow", "worker-3"]}
     found = {
-        name: [accuracy(tmp_path, policy, *options, *more, "--epochs", "2", "--seed", str(seed)) for seed in SEEDS]
+        name: [accuracy(tmp_path, policy, *options, *more, "--epochs", "2", "--seed", str(seed)) for seed in seeds]
         for name, more in runs.items()
     }
     for name, each in found.items():
         print(f"{policy}, {name}: {statistics.mean(each):.2f} % mean of {each}")
     equal, slower = (statistics.mean(each) for each in found.values())
-    assert slower >= equal - 1.0
+    assert slower >= equal - (1.0 if len(seeds) > 1 else 2.5)  # single runs differ by two points
