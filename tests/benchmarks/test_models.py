@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -12,6 +13,7 @@ from benchmarks.transformer import Transformer
 TINY = Task(kind="train", model="gpt-tiny")
 
 
+@pytest.mark.proof
 def test_the_transformer_has_about_124_million_parameters():
     assert sum(p.numel() for p in MODELS["gpt"].build().parameters()) == 124_475_904
 
@@ -26,6 +28,7 @@ def test_a_word_sees_only_what_came_before_it():
     assert changed.tolist() == [False] * 5 + [True] * 3
 
 
+@pytest.mark.proof
 def test_the_transformer_learns_in_bfloat16():
     training = make(TINY, seed=0)
     x, y = training.batch

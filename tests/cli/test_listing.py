@@ -42,6 +42,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.proof
 def test_jobs_that_run_and_jobs_that_have_ended(folder: pathlib.Path) -> None:
     assert syncline(folder, "status").stdout == "no jobs under runs/ (--runs DIR names another folder)\n"
     assert syncline(folder, "run", "-w", "1", "--name", "badly", "train.py", "fail").returncode == 1

@@ -89,7 +89,8 @@ UNTIL_A_SAVE = """time.sleep(pause)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", [pytest.param("the launcher", marks=pytest.mark.proof), "everybody"])
+@pytest.mark.proof
+@pytest.mark.parametrize("whom", ["the launcher", "everybody"])
 def test_sigterm_of_the_whole_job_saves_first(commands: Any, whom: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster may send it to every process of a job at once."""
     folder = commands.folder

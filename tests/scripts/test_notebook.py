@@ -107,6 +107,7 @@ def kernel(tmp_path: pathlib.Path) -> Iterator[Kernel]:
         made.close()
 
 
+@pytest.mark.proof
 def test_cells_are_run_again(kernel: Kernel) -> None:
     """Each cell may be run again, also without those behind it; a training goes on, or begins with a new model."""
     kernel.run_all(INIT, "first = job", INIT)

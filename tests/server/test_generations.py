@@ -330,7 +330,8 @@ def sizes(server: Any) -> dict[str, int]:
     return held
 
 
-@pytest.mark.parametrize("policy", ["sync", pytest.param("async", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("policy", ["sync", "async"])
 def test_a_thousand_joins_and_deaths_leave_nothing_behind(make_house: MakeHouse, policy: str) -> None:
     house = make_house(1, 2, policy=policy, threads=0)
     house.register(zeros())
