@@ -65,6 +65,49 @@ def test_a_push_is_clipped_by_its_whole_norm(settings: dict[str, Any]) -> None:
     assert np.allclose(found, (1 * 1.0 + 2 * 2.0) / 3, rtol=1e-5), found
 
 
+def test_who_has_not_pushed_a_parameter_counts_as_zero() -> None:
+    """As in the mean. Otherwise a wrong gradient that few workers push would not be trimmed."""
+    with local_job(workers=4, aggregate="trimmed:0.25") as jobs:
+
+        def work(job: Job) -> np.ndarray[Any, Any]:
+            start = {"x": np.zeros(4, np.float32), "y": np.zeros(4, np.float32)}
+            job.kv.register(start, Rule("SGD", lr=1.0))
+            names = ("x", "y") if job.rank == 3 else ("y",)
+            job.kv.push_pull({name: np.full(4, 1e6 if job.rank == 3 else 2.0, np.float32) for name in names}).wait()
+            found = job.kv.pull()
+            return np.stack([np.asarray(found[name]) for name in ("x", "y")])
+
+        for found in jobs.run(work):
+            assert (found[0] == 0.0).all() and (found[1] == -2.0).all(), found
+
+
+def test_rates_of_workers_count_before() -> None:
+    """Rates 1, 0.25 and 0.25: of the steps 1, 0.5 and 1 the median is 1."""
+    with local_job(workers=3, aggregate="median", lr_per_worker=True) as jobs:
+
+        def work(job: Job) -> np.ndarray[Any, Any]:
+            job.kv.register({"x": np.zeros(4, np.float32)}, Rule("SGD", lr=0.5))
+            job.kv.set(lr=(1.0, 0.25, 0.25)[job.rank])
+            job.kv.push_pull({"x": np.full(4, (1.0, 2.0, 4.0)[job.rank], np.float32)}).wait()
+            return np.asarray(job.kv.pull()["x"])
+
+        for found in jobs.run(work):
+            assert (found == -1.0).all(), found
+
+
+def test_counters_are_not_clipped() -> None:
+    with local_job(workers=2, aggregate="norm-clipped:1") as jobs:
+
+        def work(job: Job) -> np.ndarray[Any, Any]:
+            start = {"x": np.zeros(4, np.float32), "count": np.zeros(4, np.int64)}
+            job.kv.register(start, Rule("Add"), reduce="sum")
+            job.kv.push_pull({"x": np.full(4, 100.0, np.float32), "count": np.full(4, 3)}).wait()
+            return np.asarray(job.kv.pull()["count"])
+
+        for found in jobs.run(work):
+            assert (found == 6).all(), found
+
+
 def first_and_weights(gradients: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return gradients[0] + weights.sum()
 
@@ -111,6 +154,7 @@ def test_one_that_is_wrong_is_named(name: str, words: str) -> None:
         ("trimmed", {}, "more than 0 and less than 0.5"),
         ("trimmed:0.5", {}, "more than 0 and less than 0.5"),
         ("trimmed:0.1", {}, "trims none of 4 workers.*say trimmed:0.25 or more"),
+        ("trimmed:0.25", {"least_workers": 3}, "trims none of 3 workers.*say trimmed:0.34 or more"),
         ("norm-clipped:0", {}, "more than 0"),
         ("norm-clipped:-1", {}, "more than 0"),
         ("median", {"exchange": "ring"}, "needs servers"),

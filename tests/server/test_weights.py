@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from syncline import Rule
-from syncline.errors import SynclineError
+from syncline.errors import ConfigError, SynclineError
 from syncline.testing import local_job
 from syncline.worker.job import Job
 
@@ -56,6 +56,18 @@ def test_ignored_weights_count_alike(policy: str) -> None:
 def test_a_delta_is_scaled_and_an_assigned_value_is_not() -> None:
     assert (pushed([1.0, 3.0], Rule("Add"), policy="async") == 4.0).all()
     assert (pushed([1.0, 3.0], Rule("Assign"), policy="async") == 1.0).all()
+
+
+def test_a_counter_is_scaled_too() -> None:
+    with local_job(workers=1, policy="async") as jobs:
+        jobs[0].kv.register({"count": np.zeros(4, np.int64)}, Rule("Add"))
+        jobs[0].kv.push({"count": np.full(4, 2)}, weight=1.5).wait()
+        assert (np.asarray(jobs[0].kv.pull()["count"]) == 3).all()
+
+
+def test_ignored_weights_in_sync_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--weights ignore needs"), local_job(workers=2, weights="ignore"):
+        pass
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adamax"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from syncline.testing import local_job
-from syncline.torch import DistributedOptimizer
+from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker import nominal
 from syncline.worker.job import Job
 
@@ -67,3 +68,17 @@ def test_ignored_weights_count_alike() -> None:
             return float(parameter.detach()[0])
 
         assert jobs.run(work) == [-1.0]
+
+
+def test_a_short_first_batch_is_not_the_nominal_one() -> None:
+    """Four samples in batches of eight: what counts in full is a batch of eight."""
+    with local_job(workers=1, policy="async") as jobs:
+
+        def work(job: Job) -> float:
+            parameter, opt = model_of(job)
+            for _ in DataLoader(TensorDataset(torch.zeros(4, 1)), 8):
+                parameter.grad = torch.ones(8)
+                opt.step()
+            return float(parameter.detach()[0])
+
+        assert jobs.run(work) == [-0.25]

@@ -34,6 +34,22 @@ class SignMomentum(torch.optim.Optimizer):
                 parameter.sub_(mean.sign() * group["lr"])
 
 
+class Renamed(SignMomentum):
+    """Its constructor has another word for `beta` than its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.125, memory: float = 0.5) -> None:
+        super().__init__(params, lr, memory)
+
+
+class PerRow(SignMomentum):
+    """Its state has not the shape of its parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = torch.zeros(2)
+
+
 NOT_AN_OPTIMIZER = 3
 MODEL = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
 BATCHES = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -106,3 +122,16 @@ def test_one_of_the_script_itself_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(SignMomentum, "__module__", "__main__")
     with local_job(workers=1) as jobs, pytest.raises(RuleError, match="move the class to a module of its own"):
         DistributedOptimizer(SignMomentum(copy.deepcopy(MODEL).parameters()), job=jobs[0])
+
+
+def test_numbers_that_would_be_lost_are_an_error() -> None:
+    with local_job(workers=1) as jobs, pytest.raises(RuleError, match=r"beta = 0\.75.*would have 0\.5"):
+        model = copy.deepcopy(MODEL)
+        DistributedOptimizer(Renamed(model.parameters(), memory=0.75), model=model, job=jobs[0])
+
+
+def test_state_that_cannot_be_saved_is_an_error_at_the_first_step() -> None:
+    with local_job(workers=1) as jobs:
+        jobs[0].kv.register({"x": np.zeros((4, 4), np.float32)}, Rule(f"{__name__}:PerRow"))
+        with pytest.raises(SynclineError, match=r"cannot be .rows. of .*PerRow"):
+            jobs[0].kv.push_pull({"x": np.ones((4, 4), np.float32)}).wait()

@@ -106,14 +106,11 @@ def aggregate_of(config: JobConfig, in_rounds: bool, num_spare: int) -> Aggregat
         raise ConfigError(f"{what} cannot be used with {config.policy}: say --policy sync")
     if config.codec not in NONE:
         raise ConfigError(f"{what} needs the numbers as they are: leave out --codec {config.codec}")
-    if found.kind == "trimmed" and not found.trims(config.workers):
-        workers = "1 worker" if config.workers == 1 else f"{config.workers} workers"
-        remedy = (
-            f"say trimmed:{_least_share(config.workers):g} or more" if config.workers > 2 else "use 3 or more workers"
-        )
-        raise ConfigError(
-            f"{what} trims none of {workers}: {found.number:g} × {config.workers} is less than 1; {remedy}"
-        )
+    least = config.least_workers or config.workers
+    if found.kind == "trimmed" and not found.trims(least):
+        workers = "1 worker" if least == 1 else f"{least} workers"
+        remedy = f"say trimmed:{_least_share(least):g} or more" if least > 2 else "use 3 or more workers"
+        raise ConfigError(f"{what} trims none of {workers}: {found.number:g} × {least} is less than 1; {remedy}")
     return found
 
 
@@ -195,7 +192,7 @@ def _own_aggregated(how: Aggregate, stack: Floats, weights: Floats, own: OwnAggr
     if found.dtype.kind not in "fiu":
         raise RuleError(f"--aggregate {how.name}: it returned {found.dtype}, not numbers")
     if not np.isfinite(found).all():
-        raise RuleError(f"--aggregate {how.name}: it returned NaN or Inf; no parameter was changed")
+        raise RuleError(f"--aggregate {how.name}: it returned NaN or Inf")
     return found
 
 

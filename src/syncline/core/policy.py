@@ -128,6 +128,11 @@ def policy_of(config: JobConfig) -> Policy:
             f"policy = {config.policy!r}: a group of {policy.gather} pushes is more than this job has workers "
             f"({most}); say async:gather={most} or less, or more workers (-w)"
         )
+    if config.weights == "ignore" and policy.in_rounds:
+        raise ConfigError(
+            "--weights ignore needs --policy bounded:K or async: in sync the weights make the mean of a round; give "
+            "each push the weight 1"
+        )
     if config.lr_per_worker and not policy.in_rounds:
         raise ConfigError(
             f"--lr-per-worker needs --policy sync: in {policy} each worker's learning rate counts anyway"

@@ -9,6 +9,7 @@ import torch
 
 from syncline import extensions
 from syncline.core.aggregate import Aggregate, OwnAggregate, aggregated, own_of
+from syncline.errors import RuleError
 
 #: NumPy has no bfloat16, and integers become fractions.
 _AS = {torch.float32: torch.float32, torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -27,3 +28,7 @@ def aggregate_tensors(
     rows = [tensor.detach().to("cpu", kind).numpy() for tensor in tensors]
     found = torch.from_numpy(aggregated(how, rows, weights, _own(how)))
     into.copy_(found if into.is_floating_point() else found.round())
+    if how.kind == "own" and not bool(torch.isfinite(into).all()):
+        raise RuleError(
+            f"--aggregate {how.name}: it returned numbers beyond {str(into.dtype).removeprefix('torch.')}"
+        )

@@ -268,7 +268,7 @@ class Backups:
             slot.state.writing = True
             buffer_of(slot.memory)[:] = values
             slot.rules.uploaded()
-            slot.rules.load_state(loaded)
+            slot.rules.load_state(loaded, with_held=True)
             slot.state.take_over(message.version, message.clocks, message.fences, message.acks, message.late)
             slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
@@ -309,6 +309,8 @@ class Backups:
     def _is_in(slot: HostedSlice, message: Replicate) -> bool:
         """Whether the update was applied before, and only its reply was lost."""
         clocks = slot.state.clocks
+        if message.gather and not message.clocks:  # a flush
+            return slot.state.version == message.version + 1 and not slot.rules.num_gathered
         return bool(message.clocks) and all(clocks.get((n, i), 0) >= clock for n, i, clock in message.clocks)
 
     def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:

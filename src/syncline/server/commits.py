@@ -25,7 +25,7 @@ from syncline.core.wire.traffic import (
     Rest,
     Stage,
 )
-from syncline.errors import ProtocolError, Refresh
+from syncline.errors import ProtocolError, Refresh, RuleError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.admission_queue import AdmissionQueue
@@ -325,10 +325,10 @@ class Commits:
             if request.generation < self.entered.get(peer.name, 0):
                 raise Refresh(f"{peer} has entered since it said that it rests")
             verdict = self.rounds.rest(peer.name, peer.incarnation, message.phase, message.at_barrier)
-            works = [*self.flow.enqueue(verdict), *self.flow.flush(then := functools.partial(request.reply, Done()))]
+            works = [*self.flow.enqueue(verdict), *self.flow.flush(functools.partial(_flushed, request))]
         self.flow.run(works)
         if not self.flow.gathers:
-            then()
+            request.reply(Done())
 
     def prefer(self, request: Request, message: Prefer) -> None:
         self.flow.prefer(message.slices)
@@ -362,10 +362,10 @@ class Commits:
             if peer.name in self.rounds.standings:
                 works += self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
                 self.departures.let_go((peer.name, peer.incarnation))
-            works += self.flow.flush(then := functools.partial(request.reply, Done()))
+            works += self.flow.flush(functools.partial(_flushed, request))
         self.flow.run(works)
         if not self.flow.gathers:
-            then()
+            request.reply(Done())
 
     @property
     def hosts_any(self) -> bool:
@@ -418,6 +418,14 @@ class Commits:
             self.staging.keep_only(self._slices)
         self.ranks.choose_chief()
         return asked, self.holding.take_all()
+
+
+def _flushed(request: Request, error: RuleError | None) -> None:
+    """What was held is applied: answers the worker that rests or leaves."""
+    if error is not None:
+        request.refuse(error)
+    else:
+        request.reply(Done())
 
 
 def commit_handlers(commits: Callable[[], Commits]) -> dict[type[Message], Callable[[Request, Any], None]]:

@@ -167,9 +167,9 @@ class RoundExecutor:
         """Whether slices hold pushes: `async:gather=N`."""
         return self._rounds.policy.gather > 0
 
-    def flush(self, finished: Callable[[], object]) -> list[SliceTask]:
-        """Under `state_lock`: has slices apply what they hold, behind all earlier updates; then `finished` is called.
-        Where slices hold nothing, there is nothing to do, and `finished` is not called.
+    def flush(self, finished: Callable[[RuleError | None], object]) -> list[SliceTask]:
+        """Under `state_lock`: has slices apply what they hold, behind all earlier updates; then `finished` is called,
+        with the error if a rule has raised. In a job whose slices hold nothing it is not called.
         """
         if not self.gathers:
             return []
@@ -177,7 +177,8 @@ class RoundExecutor:
 
         def done(work: SliceTask) -> None:
             self.through(work)
-            finished()
+            error = work.error
+            finished(RuleError(f"the pushes that were held could not be applied: {error}") if error else None)
 
         work = FlushTask(slots, done)
         self._busy.add(work)

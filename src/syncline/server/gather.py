@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from syncline.core.layout import Segment, Slice
-from syncline.core.rule import Option
+from syncline.core.rule import PLAIN, Option
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import ProtocolError
 from syncline.reduce.kernels import narrow, sum_dtype
@@ -28,9 +28,11 @@ class Gathered:
     """
 
     def __init__(
-        self, segment: Segment, part: Slice, parameters: Sequence[torch.Tensor], assigns: Sequence[bool]
+        self, segment: Segment, part: Slice, parameters: Sequence[torch.Tensor], rules: Sequence[str]
     ) -> None:
-        self._part, self._parameters, self._assigns = part, parameters, assigns
+        """`rules`: the name of the rule of each piece."""
+        self._part, self._parameters, self._rules = part, parameters, rules
+        self._assigns = [name == "Assign" for name in rules]
         self._is_sum = segment.reduce == "sum"
         self._sums: dict[int, torch.Tensor] = {}  # by piece
         self._weights: dict[int, float] = {}  # by piece that is assigned: of those that pushed it
@@ -43,7 +45,7 @@ class Gathered:
         """Adds a push to the group. When it is complete, returns its mean and its hyperparameters, else nothing.
 
         `group`: how many pushes make it complete; 1 without gradients flushes what is held. `scale`: the factor on
-        gradients, but not on values that are assigned.
+        gradients, but not on deltas and values that are assigned.
         """
         if any(gradient is not None for gradient in gradients):
             self._add(gradients, scale, weight)
@@ -62,18 +64,17 @@ class Gathered:
             if gradient is None:
                 continue
             assigns = self._assigns[index]
-            factor = weight if assigns else scale * (1.0 if self._is_sum else weight)
-            wide = self._wide(index)
+            factor = weight if self._rules[index] in PLAIN else scale * weight
+            wide = self._wide
             if index not in self._sums:
                 self._sums[index] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
             self._sums[index].add_(gradient.to(wide), alpha=factor)
             if assigns:
                 self._weights[index] = self._weights.get(index, 0.0) + weight
 
-    def _wide(self, index: int) -> torch.dtype:
-        kind: torch.dtype = getattr(
-            torch, sum_dtype(self._part.dtype, averages=self._assigns[index] or not self._is_sum)
-        )
+    @property
+    def _wide(self) -> torch.dtype:
+        kind: torch.dtype = getattr(torch, sum_dtype(self._part.dtype, averages=True))
         return kind
 
     def _mean(self) -> list[torch.Tensor | None]:
@@ -116,7 +117,7 @@ class Gathered:
                 raise ProtocolError(f"held pushes of piece {entry.piece} of slice {self._part.id}")
             if entry.key == _SUM:
                 parameter = self._parameters[entry.piece]
-                if tensor.numel() != parameter.numel() or tensor.dtype != self._wide(entry.piece):
+                if tensor.numel() != parameter.numel() or tensor.dtype != self._wide:
                     raise ProtocolError(f"held pushes of {entry.dtype}{list(entry.shape)} for slice {self._part.id}")
                 self._sums[entry.piece] = tensor.to(parameter.device, copy=True).view(parameter.shape)
             elif entry.key == _WEIGHT:

@@ -245,6 +245,7 @@ class SliceRules:
         """Uses these optimizers from now on, with fused kernels where they exist."""
         self._optimizers = optimizers
         self._overridden: frozenset[int] = frozenset()  # groups with overridden settings
+        self._checked: set[int] = set()  # groups with a user's rule, after its first step
         self._bare_steps = {group: bare_step(optimizer) for group, optimizer in optimizers.items()}
         self._kernels = {
             group: FusedKernel(optimizer)
@@ -332,11 +333,13 @@ class SliceRules:
         round_weight: float,
         into: torch.Tensor | None = None,
         how: Aggregate | None = None,
+        num_rows: int = 0,
     ) -> list[torch.Tensor | None]:
         """One gradient per piece: the mean or sum over the sources, or None if no source pushed it.
 
         The mean divides by the weight of the whole round; for `Assign`, by the weight of the sources that pushed.
-        `into`: slice-shaped host memory for computed results, if needed. `how`: another way than the mean or sum.
+        `into`: slice-shaped host memory for computed results, if needed. `how`: another way than the mean or sum,
+        of `num_rows` workers: of those that have not pushed a piece, the gradient is 0.
         """
         place = into if self.flat is self.host else None
         if not self.pieces:
@@ -348,7 +351,7 @@ class SliceRules:
         everywhere = is_even and all(all(source.has) for source in sources) and not any(self._assigns)
         if everywhere:
             parts = [(source.array, source.weight, source.factor(0)) for source in sources]
-            return list(self._split(self._combine(parts, round_weight, into=place, how=how)))
+            return list(self._split(self._combine(parts, round_weight, into=place, how=how, num_rows=num_rows)))
         found: list[torch.Tensor | None] = []
         for index, assigns in enumerate(self._assigns):
             here = [
@@ -358,7 +361,7 @@ class SliceRules:
             ]
             total = sum(weight for _, weight, _ in here) if assigns else round_weight
             start = self.pieces[index].offset // self._item_bytes
-            combined = self._combine(here, total, start, assigns, place, how) if here else None
+            combined = self._combine(here, total, start, assigns, place, how, num_rows) if here else None
             found.append(None if combined is None else combined.view_as(self._parameters[index]))
         return found
 
@@ -375,6 +378,7 @@ class SliceRules:
         mean: bool = False,
         into: torch.Tensor | None = None,
         how: Aggregate | None = None,
+        num_rows: int = 0,
     ) -> torch.Tensor:
         """Σ wᵢfᵢgᵢ / Σ wᵢ, or Σ fᵢgᵢ, in the given order, with the factors f. `how`: another way, for gradients only.
         `mean`: of values that are assigned. A single full-weight source is not copied.
@@ -389,7 +393,10 @@ class SliceRules:
         result = scratch(own, self.flat, start, size) if into is None else into[start : start + size]
         if is_all:
             assert how is not None
-            aggregate_tensors(how, [array for array, _, _ in sources], weights, result)
+            rows = [array if factor == 1.0 else _scaled(array, factor) for array, _, factor in sources]
+            missing = max(0, num_rows - len(rows))
+            rows += [torch.zeros_like(rows[0])] * missing
+            aggregate_tensors(how, rows, [*weights, *[0.0] * missing], result)
             return result
         wide = sum_dtype(self.part.dtype, averages=averaged) if averaged or not self._is_integer else self.part.dtype
         kind = getattr(torch, wide)
@@ -436,8 +443,11 @@ class SliceRules:
     ) -> tuple[list[torch.Tensor | None], Overrides]:
         """Holds a push until its group is complete; returns the mean of the group then. See `Gathered.take`."""
         if self._gathered is None:
-            self._gathered = Gathered(self.segment, self.part, self._parameters, self._assigns)
+            self._gathered = self._new_gathered()
         return self._gathered.take(gradients, overrides, scale, weight, group)
+
+    def _new_gathered(self) -> Gathered:
+        return Gathered(self.segment, self.part, self._parameters, [spec.name for spec in self._specs])
 
     @property
     def num_gathered(self) -> int:
@@ -476,7 +486,7 @@ class SliceRules:
             if gradient.shape != parameter.shape:
                 gradient = gradient.view_as(parameter)
             if spec.name == "Add":
-                parameter.add_(gradient if weight == 1.0 else gradient * weight)
+                parameter.add_(gradient if weight == 1.0 else _scaled(gradient, weight))
             elif spec.name == "Assign":
                 parameter.copy_(gradient)
             else:
@@ -518,10 +528,23 @@ class SliceRules:
                 parameter.grad = gradient
             with torch.no_grad(), _unfused_where_it_cannot(optimizer, pairs):
                 self._bare_steps[group](optimizer)
+            if group not in self._checked and is_named(self.segment.rules[group].name):
+                self._checked.add(group)
+                self._check_own_state(group)
         finally:
             # A gradient may lie in a worker's arena: release it after use.
             for parameter, _ in pairs:
                 parameter.grad = None
+
+    def _check_own_state(self, group: int) -> None:
+        """A user's rule has made its first step: its state must be one that can be saved and moved."""
+        for index, parameter in enumerate(self._parameters):
+            if self._groups[index] == group:
+                for key, value in self._optimizers[group].state.get(parameter, {}).items():
+                    if value is not None:
+                        tensor = torch.as_tensor(value)
+                        dtype = str(tensor.dtype).removeprefix("torch.")
+                        self._check_state(StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape)))
 
     # -- state --------------------------------------------------------------------------------------------
 
@@ -545,14 +568,17 @@ class SliceRules:
                     yield StateEntry(self.part.id, index, key, dtype, tuple(tensor.shape)), tensor
             yield from self._averages.entries(self.part.id, index)
 
-    def load_state(self, entries: Sequence[tuple[StateEntry, torch.Tensor]]) -> None:
-        """Loads this state. Pieces that it does not name start afresh."""
+    def load_state(self, entries: Sequence[tuple[StateEntry, torch.Tensor]], *, with_held: bool = False) -> None:
+        """Loads this state. Pieces that it does not name start afresh. `with_held`: also the pushes that are held;
+        otherwise those here stay.
+        """
         self.about_to_change()
         fresh: dict[int, dict[str, torch.Tensor]] = {}
-        gathered = Gathered(self.segment, self.part, self._parameters, self._assigns)
-        others = gathered.load(entries)
-        self._gathered = gathered if gathered.count else None
-        for entry, tensor in self._averages.load(others):
+        if with_held:
+            gathered = self._new_gathered()
+            entries = gathered.load(entries)
+            self._gathered = gathered if gathered.count else None
+        for entry, tensor in self._averages.load(entries):
             if not 0 <= entry.piece < len(self.pieces):
                 raise ProtocolError(f"state for piece {entry.piece} of slice {self.part.id}")
             self._check_state(entry)
@@ -567,6 +593,13 @@ class SliceRules:
     def _check_state(self, entry: StateEntry) -> None:
         of = (self.part.dtype, tuple(self._parameters[entry.piece].shape))
         check_state(self._specs[entry.piece].name, entry.key, entry.dtype, entry.shape, of)
+
+
+def _scaled(numbers: torch.Tensor, factor: float) -> torch.Tensor:
+    """The numbers times a factor; integers are rounded."""
+    if numbers.is_floating_point():
+        return numbers * factor
+    return (numbers.to(torch.float64) * factor).round_().to(numbers.dtype)
 
 
 @contextlib.contextmanager
@@ -621,5 +654,6 @@ def own_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
     """`step` without torch's hooks and profiling around it, which take longer than a small update itself."""
-    step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
-    return step
+    is_own = not type(optimizer).__module__.startswith("torch.optim")  # its decorators are its own affair
+    step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
+    return step if is_own else inspect.unwrap(step)

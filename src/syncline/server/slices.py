@@ -15,7 +15,7 @@ import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
-from syncline.core.layout import Piece, Ranges, Segment, Slice
+from syncline.core.layout import INTEGERS, Piece, Ranges, Segment, Slice
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
 from syncline.core.slice_state import Identity, SliceState
@@ -331,12 +331,14 @@ class HostedSlice:
                 sources.append(PushedSlice(array, commit.item.weight, has, self._factors(commit, work)))
         if not sources:
             return [None] * len(self.rules.pieces)
-        return self.rules.reduced(sources, work.weight, into, work.aggregate)
+        num_rows = sum(commit.item.weight > 0 for commit in commits) if work.aggregate is not None else 0
+        return self.rules.reduced(sources, work.weight, into, work.aggregate, num_rows)
 
     def _factors(self, commit: Commit[StagedCommit], work: SliceTask) -> Sequence[float] | None:
         """The factors on the pieces of one worker's gradient: by its norm, and by its own learning rate."""
         how, policy = work.aggregate, work.policy
-        factor = how.factor(commit.item.squared_norm) if how is not None else 1.0
+        is_clipped = how is not None and self.part.dtype not in INTEGERS
+        factor = how.factor(commit.item.squared_norm) if how is not None and is_clipped else 1.0
         if policy is not None and policy.lr_per_worker:
             found = []
             for group in self.rules.groups:

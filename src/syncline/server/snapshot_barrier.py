@@ -9,7 +9,7 @@ from syncline import faults
 from syncline.core.checkpoint.snapshot import SnapshotBarrier, barrier_of, behind_to_tell, clocks_to_tell
 from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Mark, SnapshotBarrierClosed
 from syncline.core.wire.message import Done
-from syncline.errors import ProtocolError
+from syncline.errors import ProtocolError, RuleError
 from syncline.net.rpc import Request
 from syncline.server.commits import Commits
 from syncline.server.lease_acks import unconfirmed_here
@@ -65,10 +65,13 @@ class SnapshotBarrierService:
         faults.reach("save.closed")
         with self._state_lock:
             self._wait_until_applied(barrier, until)
-            works = self._flow.flush(lambda: None) if self._is_current(barrier) else []
+            errors: list[RuleError | None] = []
+            works = self._flow.flush(errors.append) if self._is_current(barrier) else []
         self._flow.run(works)  # what slices hold is part of the snapshot
         with self._state_lock:
             self._wait_until_applied(barrier, until)
+            if any(errors):
+                self._holding.open()
             if self._is_current(barrier) and self._holding.loading:
                 self._holding.open()
             is_told = self._is_current(barrier)
@@ -76,6 +79,8 @@ class SnapshotBarrierService:
             self._told = barrier if is_told else self._told
         if not is_told:
             self._holding.decide()
+            for error in filter(None, errors):
+                raise error
             raise ProtocolError(
                 f"{self._name}: save {barrier.number} found its barrier open before all commits were applied"
             )

@@ -318,7 +318,9 @@ class RoundTask(SliceTask):
             self.skip = any(commit.item.skip for commit in commits)
             self.weight = sum(commit.item.weight for commit in commits)
         if not policy.in_rounds:
-            self.counts = leading.item.weight / leading.item.nominal if policy.weighs else 1.0
+            # The mean of a group is weighted by the samples; without a group there is only one push.
+            nominal = 1.0 if policy.gather else leading.item.nominal
+            self.counts = leading.item.weight / nominal if policy.weighs else 1.0
             self.gather = policy.gather
         self.clip_norm = leading.item.clip_norm
         self.overrides = leading.item.overrides

@@ -326,6 +326,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 f"each needs a sample of every round: give global_batch_size={job.world_size} or more, or start "
                 "fewer workers (-w)"
             )
+        job.samples.batch_size = size if self._global is None else -(-size // max(1, job.world_size))
         return self._data.loader(size, self.drop_last, self._is_auto, self._global is not None)
 
     def _draw_from(self, job: TakesSamples, number: int) -> None:

@@ -316,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         push = Push(
             pushed=tuple(sorted(pushed)),
             weight=weight,
-            nominal=self._nominal.of(weight),
+            nominal=self._nominal.of(weight, self._job.samples.batch_size),
             skip=overflow,
             clip_norm=clip,
             overrides=self._overrides(),

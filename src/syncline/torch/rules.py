@@ -72,4 +72,22 @@ class ChangedOptions:
 
 
 def group_rule(name: str, group: dict[str, Any]) -> Rule:
-    return Rule(name, **group_options(name, group))
+    options = group_options(name, group)
+    if name not in OPTIONS:
+        _check_own(name, group, options)
+    return Rule(name, **options)
+
+
+def _check_own(name: str, group: Mapping[str, Any], options: Mapping[str, Option]) -> None:
+    """A user's optimizer, made of these options as servers make it, must have the numbers of this group."""
+    kind: Any = load(name)
+    try:
+        made = kind([torch.zeros(1, requires_grad=True)], **options).param_groups[0]
+    except (TypeError, ValueError) as error:
+        raise RuleError(f"rule {name}: servers make it as {name}(parameters, **{dict(options)}): {error}") from None
+    for key, value in group.items():
+        if key not in ("params", "param_names") and key in made and made[key] != value:
+            raise RuleError(
+                f"rule {name}: its groups have {key} = {value!r}, but servers, which make it of {dict(options)}, "
+                f"would have {made.get(key)!r}: name the constructor's parameters as the keys of the groups"
+            )

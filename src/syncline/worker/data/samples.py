@@ -100,6 +100,7 @@ class WorkerSamples:
         self.rests_first = False  #: a loop was left by an error: rest first, so that all workers are level
         self.has_unused = False  #: a loop read samples without a step, and the user must be told
         self.is_over = False  #: the worker has left; the coordinator handles its leases
+        self.batch_size = 0  #: of this worker in the last epoch that a loader began
         self.taken = 0  #: handed out to this worker's training so far
         self.seconds = 0.0  #: from the first one to the last
         self.progress = (0, 0, 0)  #: epoch, batches of it so far, and in all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -26,7 +27,7 @@ def squared_norm(pushed: Ranges, layout: Layout, arena: Callable[[Segment, int],
                 for start in range(0, data.size, _BLOCK_BYTES):
                     values = _as_doubles(data[start : start + _BLOCK_BYTES], parameter.dtype)
                     total += float(values.dot(values))
-    return total
+    return min(total, sys.float_info.max)
 
 
 def _as_doubles(data: Bytes, dtype: str) -> npt.NDArray[np.float64]:

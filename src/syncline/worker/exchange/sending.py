@@ -33,6 +33,7 @@ class CommitSender:
         policy, codecs = policy_of(config), codecs_of(config, load)
         self._routes, self._copies, self._stamp = routes, copies, stamp
         self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
+        self._weighs = policy.in_rounds or policy.weighs
         self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
         self.encoder = encoder_of(codecs, routes.layout, checks_finite=config.check_finite, forget_staged=self.forget)
         self._decoder = coder_of(codecs.pull, codecs)
@@ -156,7 +157,7 @@ class CommitSender:
 
     def _counted(self, push: Push) -> Ranges:
         """The parameters that a push contains."""
-        return push.pushed if not push.skip and (push.weight > 0 or not self._in_rounds) else ()
+        return push.pushed if not push.skip and (push.weight > 0 or not self._weighs) else ()
 
     def has_landed(self, ticket: ServersTicket) -> None:
         """The commit is answered. If it did not count (late, or an overflow elsewhere), restores its residuals."""
