@@ -33,12 +33,13 @@ class SyncInterval:
     """The number of local steps between two pushes of one worker.
 
     With `auto`, every fourth push decides. An exchange takes about the same time whatever H is, and so does a step.
-    So the share of H steps is predicted: exchange / (exchange + H · compute). A worker that waits for slower workers
-    waits longer with a higher H: if a raise did not lower the seconds per step, it is undone, and not tried again for
-    a while.
+    So the share of H steps is predicted: exchange / (exchange + H · compute). In `bounded` a worker that waits for
+    slower workers waits longer with a higher H: if a raise did not lower the seconds per step, it is undone, and not
+    tried again for a while. In rounds it is not: the others may have a higher H, and who waits may as well step.
     """
 
-    def __init__(self, sync_every: int | str) -> None:
+    def __init__(self, sync_every: int | str, *, in_rounds: bool = False) -> None:
+        self._in_rounds = in_rounds
         self.is_auto = sync_every == "auto"
         self.steps = LEAST_STEPS if isinstance(sync_every, str) else sync_every  #: H now
         self._compute: list[float] = []  # seconds per step, of each push since the last decision
@@ -64,7 +65,7 @@ class SyncInterval:
     def _decide(self, compute: float, exchange: float) -> int:
         share, before = share_of(exchange, compute, self.steps), self._before
         self._before, self._patience = None, max(0, self._patience - 1)
-        if before is not None and exchange / self.steps > NO_GAIN * before[1]:
+        if before is not None and not self._in_rounds and exchange / self.steps > NO_GAIN * before[1]:
             self._patience = PATIENCE
             return before[0]
         if share > MOST_SHARE:

@@ -25,7 +25,7 @@ class LocalSteps:
     """Counts local steps and sends their deltas. Optimizer state stays on the worker."""
 
     def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
-        self._job, self._opt, self._interval = job, opt, SyncInterval(job.config.sync_every)
+        self._job, self._opt, self._interval = job, opt, SyncInterval(job.config.sync_every, in_rounds=job.in_rounds)
         self._clock = job.exchange.times
         self._clock.steps_per_push = self._interval.steps
         self._times = StepTimes()  # at the end of the last push
