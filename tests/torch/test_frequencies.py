@@ -294,7 +294,7 @@ def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_sample
     """With `auto`, in `sync`: three steps of one worker and one of the other, twice. A sample counts the same."""
 
     class Chosen(sync_interval.SyncInterval):
-        def __init__(self, every: Any) -> None:
+        def __init__(self, every: Any, *, in_rounds: bool) -> None:
             super().__init__({"worker-0": 3, "worker-1": 1}[threading.current_thread().name])
 
     monkeypatch.setattr(local_steps, "SyncInterval", Chosen)
