@@ -89,7 +89,7 @@ def test_so_are_values_whose_server_dies_before_they_have_a_backup(jobs: Any) ->
     assert job.disk.last.ready == [0]
 
 
-def test_so_are_values_whose_server_dies_while_their_backups_are_given_seats(jobs: Any) -> None:
+def test_so_are_values_whose_server_dies_while_their_backups_are_named(jobs: Any) -> None:
     """The plan is taken back, and with it the backups: nobody has the values, whatever the replica sets said just
     before."""
     job = jobs(replicas=2, slice_bytes=4096).begin()

@@ -177,7 +177,7 @@ class House:
         decision = self.registry.register("worker-0", True, ordinal, parameters, [RuleSpec(rule, options)], reduce)
         segment = decision.segment
         assert segment is not None
-        self.sync_seats(segment)
+        self.sync_replica_sets(segment)
         chief = self.workers["worker-0"]
         for part in segment.slices:
             data = self.flat(values, segment.index)[part.offset : part.offset + part.num_bytes]
@@ -186,7 +186,7 @@ class House:
             chief.ask(server, message, buffers=[buffer_of(data)], payload_bytes=part.num_bytes).wait(WAIT)
         return segment
 
-    def sync_seats(self, segment: Segment) -> None:
+    def sync_replica_sets(self, segment: Segment) -> None:
         for name in self.servers:
             mine = [part.id for part in segment.slices if self.replica_sets[part.id].primary == name]
             self.tell(name, Host(segment, mine)).wait(WAIT)

@@ -157,7 +157,7 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.02)
         return found
 
-    def slow_take_seats(self: Any, replica_sets: Any, members: Any) -> Any:
+    def slow_take_replica_sets(self: Any, replica_sets: Any, members: Any) -> Any:
         worker, sets = partner_of(self.name), {one.slice: one.names for one in replica_sets}
         if sets == last.get(id(self)):  # nothing moves: sums go on meanwhile
             return take_replica_sets(self, replica_sets, members)
@@ -176,7 +176,7 @@ def test_no_sum_begins_while_slices_move(monkeypatch: pytest.MonkeyPatch) -> Non
             bad.append(self.own_worker)
         return pending
 
-    monkeypatch.setattr(Hosting, "take_replica_sets", slow_take_seats)
+    monkeypatch.setattr(Hosting, "take_replica_sets", slow_take_replica_sets)
     monkeypatch.setattr(ProcessGroupReducer, "all_reduce", watched_reduce)
     monkeypatch.setattr(Buckets, "of", slow_buckets)
     with local_job(workers=3, slice_bytes=256, **GLOO) as jobs:

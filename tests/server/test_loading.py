@@ -60,7 +60,7 @@ def host(house: House, prefix: str, rule: str, dtype: str, options: dict[str, An
         "worker-0", True, ordinal, parameters, [RuleSpec(rule, options or RULES[rule])], "sum"
     )
     assert decision.segment is not None
-    house.sync_seats(decision.segment)
+    house.sync_replica_sets(decision.segment)
     return decision.segment
 
 

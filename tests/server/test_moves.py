@@ -122,7 +122,7 @@ def test_a_server_that_comes_late_gets_slices_and_takes_part(make_house: MakeHou
     member = house.member("server", 1)
     house.members.append(member)
     house.start(member, late=True)
-    house.sync_seats(segment)
+    house.sync_replica_sets(segment)
     house.seed("server-0", "server-1")
     house.carry_out(replica_sets=[ReplicaSet(0, "server-1", ("server-0",))], moves=True)
     for clock in (4, 5):

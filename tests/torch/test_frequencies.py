@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data
@@ -404,3 +405,19 @@ def test_a_server_dies_between_two_pulls() -> None:
                 jobs.kill("server-1")
 
         assert_each_once(jobs.run(lambda job: walk(job, at)))
+
+
+@pytest.mark.parametrize("every", [4, "auto"])
+def test_gradients_of_kv_are_not_gathered_and_that_is_said_once(
+    every: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deltas are meant as they are: nothing is said of them."""
+    with local_job(workers=1, sync_every=every) as jobs:
+        jobs[0].kv.register({"count": np.zeros(2, np.float32)}, Rule("Add"))
+        jobs[0].kv.push_pull({"count": np.ones(2, np.float32)}).wait()
+        assert "does not apply" not in capsys.readouterr().err
+        jobs[0].kv.register({"x": np.zeros(2, np.float32)}, Rule("SGD", lr=1.0))
+        for _ in range(3):
+            jobs[0].kv.push_pull({"x": np.ones(2, np.float32)}).wait()
+        said = capsys.readouterr().err
+        assert said.count(f"--sync-every {every} does not apply to gradients that job.kv pushes") == 1, said

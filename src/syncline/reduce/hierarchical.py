@@ -260,7 +260,7 @@ class HierarchicalReducer:
         """Refuses sums from servers that do not send them. `request`: the message has arrived with its bytes."""
         may = self.host_leaders.carries if isinstance(message, HostSum) else self.host_leaders.gives
         if not may(peer.name, message.slice, self._server.name):
-            raise ProtocolError(f"{peer} gives a sum of slice {message.slice}, which it is not the one to give")
+            raise ProtocolError(f"{peer} gives a sum of slice {message.slice}, which another server has to send")
         is_shared = isinstance(message, WholeSum) and message.slice in self._shared_by(peer.name)
         if request is not None and not request.payload and not is_shared:
             raise ProtocolError(f"{peer} gives a sum of slice {message.slice} without its bytes")
@@ -335,13 +335,13 @@ class HierarchicalReducers:
         """A host leader shares the memory of its sums, for one generation."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:
-            raise ProtocolError(f"{request.peer} lends memory that did not come")
+            raise ProtocolError(f"{request.peer} announces shared memory that did not arrive")
         found: SharedMemory = {}
         for number, offset in message.places:
             size = self._server.find(number).part.num_bytes
             view = memory.array[offset : offset + size]
             if offset < 0 or view.nbytes != size:
-                raise ProtocolError(f"{request.peer} names a place outside of what it has lent")
+                raise ProtocolError(f"{request.peer} names a place outside of the memory that it has shared")
             found[number] = view
         with self._lock:
             if self._is_near(message.generation):

@@ -53,13 +53,15 @@ class StoreKeys:
 
     def put(self, generation: int, key: str, value: bytes) -> None:
         if len(value) > MOST_BYTES or len(key) > MOST_BYTES:
-            raise ProtocolError(f"an introduction of {len(key)} and {len(value)} bytes; at most {MOST_BYTES}")
+            raise ProtocolError(
+                f"a key of a process group of {len(key)} and {len(value)} bytes; at most {MOST_BYTES}"
+            )
         with self.change:
             if generation < self._generation:
                 return
             values = self._values.setdefault(generation, {})
             if len(values) >= MOST_KEYS:
-                raise ProtocolError(f"more than {MOST_KEYS} introductions")
+                raise ProtocolError(f"more than {MOST_KEYS} keys of a process group")
             values[key] = value
             self.change.notify_all()
 

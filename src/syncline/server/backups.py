@@ -89,7 +89,7 @@ class SharedRegions:
         """Maps the primary's memory and allocates a block for the slices to come."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:
-            raise ProtocolError(f"{request.peer} lends memory that did not come")
+            raise ProtocolError(f"{request.peer} announces shared memory that did not arrive")
         block = self._blocks.make(message.num_bytes)
         with self._lock:
             before = self._lent.get(request.peer.name)
@@ -102,7 +102,7 @@ class SharedRegions:
         with self._lock:
             known = self._lent.get(peer.name)
         if known is None or known.number != number:
-            raise ProtocolError(f"{peer} names memory {number}, which it has not lent")
+            raise ProtocolError(f"{peer} names memory {number}, which it has not shared")
         return known
 
     def region(self, peer: Peer, message: Seed, part: Slice) -> Region:
@@ -111,7 +111,7 @@ class SharedRegions:
         memory = self.find(peer, message.lent).memory
         view = memory.array[message.offset : message.offset + part.num_bytes]
         if view.nbytes != part.num_bytes or message.offset < 0:
-            raise ProtocolError(f"{peer} names a place outside of what it has lent")
+            raise ProtocolError(f"{peer} names a place outside of the memory that it has shared")
         return Region(view, part.dtype, memory)
 
     def forget_but(self, there: Container[str]) -> None:
@@ -425,7 +425,7 @@ class Backups:
                 refused += [request for request in requests if isinstance(request.message, Replicate)]
                 backup.queue = collections.deque(r for r in requests if not isinstance(r.message, Replicate))
         for request in refused:
-            request.refuse(FencedError("seats have changed since that round"))
+            request.refuse(FencedError("replica sets have changed since that round"))
 
     def reset(self) -> None:
         """Starts a new generation of votes. Updates still being received go into memory that is no longer read."""

@@ -64,7 +64,7 @@ def ring_handlers(ring: Callable[[], Ring | None]) -> dict[type[Message], Callab
     def store_key(request: Request, message: GroupStoreKey) -> None:
         known = ring()
         if known is None or known.group_reducers is None or request.peer.role != "server":
-            raise ProtocolError(f"{request.peer} introduces itself; only servers of a process group do")
+            raise ProtocolError(f"{request.peer} sends a key of a process group; only servers with one do")
         known.group_reducers.receive(request, message)
 
     return {

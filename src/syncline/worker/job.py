@@ -129,8 +129,9 @@ class Job:
         )
         self.measures = Measures(self, link, handlers.signals, say)
         self.kv = KeyValue(
-            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked, lambda: self.lr_factor
-        )
+            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked, lambda: self.lr_factor,
+            self._tell_of_gradients if self.config.steps_locally else None,
+        )  # fmt: skip
         self.own_stream = OwnStream(name, self._me.incarnation if joined.late else 0)  #: with `seed_everything`
         self.validation = WorkerValidation(self)
         hooks = LoopHooks(
@@ -156,6 +157,12 @@ class Job:
                 saves=self._checkpoints.saves,
                 validation=self.validation,
             )
+        )
+
+    def _tell_of_gradients(self) -> None:
+        self.notice(
+            f"--sync-every {self.config.sync_every} does not apply to gradients that job.kv pushes: each is applied "
+            'as it comes. Make the local steps in your script, and push their change with Rule("Add")'
         )
 
     def _ask_life(self, joined: Joined) -> GivenLife:

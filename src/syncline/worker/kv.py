@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from syncline.core.layout import Layout, Parameter, Ranges, Segment, Slice, to_ranges
-from syncline.core.rule import Option, Rule
+from syncline.core.rule import PLAIN, Option, Rule, RuleSpec
 from syncline.core.wire.control import Register, Registered, Uploaded
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, LayoutError, ProtocolError, RuleError
@@ -162,14 +162,16 @@ class KeyValue:
         stepped: Callable[[], None],
         leave_if_asked: Callable[[], None],
         lr_factor: Callable[[], float] = lambda: 1.0,
+        notice_of_gradients: Callable[[], None] | None = None,
     ) -> None:
         """`commits` and `stepped` are called before and after each commit; `commits` gets a key that identifies
         the committer within a step. `leave_if_asked`: called between two steps. `lr_factor`: the factor on every
-        rule's lr.
+        rule's lr. `notice_of_gradients`: called when gradients are pushed, in a job with local steps.
         """
         self._exchange, self._ask, self._who = exchange, ask, who
         self._commits, self._stepped = commits, stepped
         self._leave_if_asked, self._lr_factor = leave_if_asked, lr_factor
+        self._notice_of_gradients = notice_of_gradients
         self._ordinal = 0
         self._as_torch: dict[str, bool] = {}
         self._push_plans: dict[int, tuple[int, PushPlan]] = {}  # by slot, with the number of segments
@@ -358,6 +360,8 @@ class KeyValue:
         self._exchange.times.lap("compute")
         self._exchange.make_room()
         plan = self._push_plan(grads)
+        if self._notice_of_gradients is not None and any(self._rule_of(name).name not in PLAIN for name in grads):
+            self._notice_of_gradients()
         self._commits(plan.pushed)
         push = plan.push(float(weight), plan.fill(grads))
         if (factor := self._lr_factor()) != 1.0 or self._changed:
@@ -365,6 +369,10 @@ class KeyValue:
         ticket = self._exchange.commit(push, target)
         self._stepped()
         return ticket
+
+    def _rule_of(self, name: str) -> RuleSpec:
+        segment, index = self.layout.where[name]
+        return segment.rule_of(segment.parameters[index])
 
     def _overrides(self, factor: float) -> list[tuple[int, int, Mapping[str, Option]]]:
         found = []
