@@ -254,8 +254,8 @@ class Membership:
     def evict(self, name: str, reason: str) -> list[int]:
         """Removes a member that is dead or counts as dead. Returns the slices that no server has any more.
 
-        If a server died, this decides the promotions: each slice of which it was the primary gets a backup as its new
-        primary. Servers learn of it by the next reconfiguration.
+        If a server died, a backup becomes the primary of each slice whose primary it was. Servers learn of it by the
+        next reconfiguration.
         """
         member = self._remove(name)
         if member is None:
