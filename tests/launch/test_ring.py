@@ -92,7 +92,7 @@ def test_who_trusts_the_network_is_told_what_that_means(commands: Any) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("sums", ["ours", "gloo"])
 def test_a_killed_process_costs_nothing_and_comes_back_as_both(commands: Any, sums: str) -> None:
-    script = commands.script(SCRIPT)
+    script = commands.script(SCRIPT.replace("range(int(sys.argv[1]))", "job.steps(int(sys.argv[1]))"))
     job = commands.start("run", "-w", "2", "--exchange", "ring", "--sums", sums, script, "120", "0.1")
     commands.wait_for("under way", "worker-1")
     os.kill(commands.members()["worker-1"], signal.SIGKILL)
