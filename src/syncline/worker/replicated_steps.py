@@ -1,0 +1,175 @@
+"""Steps of an optimizer that runs on every worker, on the mean gradient of each round.
+
+All workers of a round get the same mean and make the same step, so their parameters and optimizer state stay equal:
+they are replicas. A worker can miss rounds: it joined late, it was restarted, or it had nothing to read at the end of
+an epoch. Therefore one worker, the *provider*, pushes its replica with every round, and again before it rests. The
+servers then have replica m-1 and the mean of round m, from which replica m follows: for a worker that is behind, for
+one that starts again, and in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from syncline.core.layout import Ranges
+from syncline.core.rule import Rule
+from syncline.worker.exchange.commit import Push
+from syncline.worker.exchange.targets import FlatTarget
+from syncline.worker.host_memory import HostArray, HostMemory
+from syncline.worker.host_optimizer import StepBegin, free_prefix
+from syncline.worker.job import Job
+from syncline.worker.mean_gradients import check_rounds
+
+#: Workers are told apart by rank modulo this number; two providers would push the same replica.
+NUM_SLOTS = 256
+#: Rounds without a certain worker until a worker that is behind takes the replica that there is.
+MOST_TRIES = 3
+_BEFORE = -1.0  # no round so far
+
+
+class ReplicatedStep(NamedTuple):
+    """A round's mean gradient, for the worker's own replica. `replica`: the worker is behind, and goes on from this
+    one. The next step overwrites the arrays.
+    """
+
+    mean: dict[str, HostArray]
+    replica: dict[str, HostArray] | None
+
+
+class ReplicatedSteps:
+    """`replica`: parameters and optimizer state by name, with the values before the first step."""
+
+    def __init__(
+        self, job: Job, gradients: Mapping[str, HostArray], replica: Mapping[str, HostArray], prefix: str = ""
+    ) -> None:
+        check_rounds(job.config)
+        self._job, self._begin = job, StepBegin(job)
+        assign = Rule("Assign")
+        prefix = free_prefix(job, {**replica, **{f"gradients.{name}": a for name, a in gradients.items()}}, prefix)
+        self._replica = HostMemory(job, replica, assign, prefix)
+        zeros = {name: np.zeros_like(array) for name, array in gradients.items()}
+        self._gradients = HostMemory(job, zeros, assign, f"{prefix}gradients.")
+        numbers: dict[str, HostArray] = {
+            "round": np.zeros(1, np.int64),  # of the newest mean; one less if no worker was certain
+            "replica": np.zeros(1, np.int64),  # the round of the replica on the servers
+            "certain": np.full(NUM_SLOTS, _BEFORE, np.float32),  # who was, in the newest round
+            "present": np.zeros(NUM_SLOTS, np.float32),  # who was in the newest round
+        }
+        self._numbers = HostMemory(job, numbers, assign, f"{prefix}steps.")
+        small = {memory.segment.index: memory.flat for memory in (self._gradients, self._numbers)}
+        self._small = FlatTarget(small)
+        self._all = FlatTarget({**small, self._replica.segment.index: self._replica.flat})
+        self._is_certain = False  # this worker has the newest replica: it was in the last round, and did not rest
+        self._provider, self._num_tries = -1, 0
+        self._claimed = self._newest
+        self._round = -1 if job.is_late else self._claimed  # others may have gone on while it registered
+        self._state: Callable[[], Mapping[str, HostArray]] | None = None  # the replica after the last step
+        alive = weakref.ref(self)
+        job.before_rest(lambda: own._provide() if (own := alive()) is not None else None)
+        job.before_settle(lambda: own._doubt() if (own := alive()) is not None else None)
+
+    @property
+    def _newest(self) -> int:
+        """The number of the newest mean."""
+        numbers = self._numbers.values
+        if numbers["certain"].any():
+            return int(numbers["round"][0]) if numbers["certain"][0] != _BEFORE else 0
+        return int(numbers["round"][0]) + 1
+
+    @property
+    def replica(self) -> dict[str, HostArray]:
+        """The replica on the servers, as it was pulled last."""
+        return self._replica.values
+
+    @property
+    def pending(self) -> dict[str, HostArray] | None:
+        """After registration: the mean gradient that `replica` lacks, if any."""
+        return self._gradients.values if self._newest > int(self._numbers.values["replica"][0]) else None
+
+    @property
+    def _slot(self) -> int:
+        return self._job.rank % NUM_SLOTS
+
+    def step(
+        self,
+        gradients: Mapping[str, HostArray],
+        state: Callable[[], Mapping[str, HostArray]],
+        weight: float | None = None,
+    ) -> ReplicatedStep:
+        """One round. `state` returns this worker's replica before the step; it is called if it is to be pushed."""
+        weight = self._begin.begin(weight, id(self))
+        self._gradients.check(gradients, "a gradient")
+        self._job.exchange.times.lap("compute")
+        is_certain = self._is_certain
+        is_finite = self._gradients.fill(gradients)
+        one = np.zeros(NUM_SLOTS, np.float32)
+        one[self._slot] = 1
+        told: dict[str, HostArray] = {"present": one, "certain": one if is_certain else np.zeros_like(one)}
+        pushed = self._gradients.ids
+        if is_certain:
+            told["round"] = np.array([self._round + 1])
+        if is_certain and self._provider == self._slot:
+            pushed += self._fill_replica(state())
+            told["replica"] = np.array([self._round])
+        self._numbers.fill(told)
+        push = Push(
+            pushed=tuple(sorted(pushed + self._numbers.ids_of(told))),
+            weight=weight,
+            finite=self._gradients.ids if is_finite else (),
+        )
+        self._job.exchange.commit(push, self._small if is_certain else self._all).wait()
+        self._job.stepped()
+        is_behind = self._take_round()
+        self._job.leave_if_asked()
+        return ReplicatedStep(self._gradients.values, self._replica.values if is_behind else None)
+
+    def stepped(self, state: Callable[[], Mapping[str, HostArray]]) -> None:
+        """The worker has made its step. `state` returns its replica from now on."""
+        self._state = state
+
+    def _take_round(self) -> bool:
+        """Looks at the answer. Returns whether this worker must go on from the servers' replica."""
+        numbers, newest = self._numbers.values, self._newest
+        certain, present = np.flatnonzero(numbers["certain"]), np.flatnonzero(numbers["present"])
+        self._provider = int((certain if certain.size else present)[0]) if present.size else -1
+        if newest == self._round + 1 or (newest == self._claimed + 1 and not certain.size):
+            self._round, self._claimed, self._is_certain = newest, newest, True
+            return False
+        if self._is_certain:  # a certain worker does not pull the replica
+            slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
+            self._job.exchange.pull(slices, self._all, None)
+        num_lost = newest - 1 - int(numbers["replica"][0])
+        self._num_tries = 0 if certain.size else self._num_tries + 1
+        if num_lost and (certain.size or (present.size > 1 and self._num_tries < MOST_TRIES)):
+            self._round, self._is_certain = -1, False  # the provider's comes with one of the next rounds
+            return True
+        if num_lost:
+            self._job.notice(f"the mean gradients of {num_lost} rounds were lost with their workers", is_own=True)
+        self._round, self._is_certain = newest, True
+        return True
+
+    def _fill_replica(self, state: Mapping[str, HostArray]) -> Ranges:
+        self._replica.check(state, "the value")
+        self._replica.fill(state)
+        return self._replica.ids_of(state)
+
+    def _provide(self) -> None:
+        """Before a rest: others may go on without this worker, or all may end here."""
+        if not (self._is_certain and self._provider == self._slot and self._state is not None):
+            return
+        if int(self._numbers.values["replica"][0]) == self._round:
+            return
+        pushed = self._fill_replica(self._state())
+        told = {"replica": np.array([self._round])}
+        self._numbers.fill(told)
+        self._numbers.values["replica"][0] = self._round
+        push = Push(pushed=tuple(sorted(pushed + self._numbers.ids_of(told))))
+        self._job.exchange.commit(push, None).wait()
+
+    def _doubt(self) -> None:
+        """At a rest or a barrier: others may go on without this worker."""
+        self._is_certain = False
