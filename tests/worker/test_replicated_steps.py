@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,31 +25,34 @@ class Momentum:
 
     def __init__(self, job: Job) -> None:
         self.own: Arrays = {"a": np.zeros(1), "speed": np.zeros(1), "count": np.zeros((), np.int32)}
-        self.steps = ReplicatedSteps(job, {"a": np.zeros(1)}, self.own)
-        self.own = _copied(self.steps.replica)
-        if (mean := self.steps.pending) is not None:
-            self._apply(mean)
+        self.steps = ReplicatedSteps(job, {"a": np.zeros(1)}, self.own, self.apply)
+        self.latest()
         self.num_behind = 0
+
+    def latest(self) -> bool:
+        newest = self.steps.newest()
+        if newest is not None:
+            self.own = _copied(newest)
+        return newest is not None
 
     def step(self, gradient: float, weight: float | None = None) -> None:
         mean, replica = self.steps.step({"a": np.full(1, gradient)}, lambda: self.own, weight)
         if replica is not None:
             self.own = _copied(replica)
             self.num_behind += 1
-        self._apply(mean)
-        self.steps.stepped(lambda: self.own)
+        self.own = self.apply(self.own, mean)
 
-    def _apply(self, mean: Arrays) -> None:
-        self.own["speed"] = 0.9 * self.own["speed"] + mean["a"]
-        self.own["a"] = self.own["a"] - 0.1 * self.own["speed"]
-        self.own["count"] = self.own["count"] + np.int32(1)
+    @staticmethod
+    def apply(own: Mapping[str, Any], mean: Mapping[str, Any]) -> Arrays:
+        speed = 0.9 * own["speed"] + mean["a"]
+        return {"speed": speed, "a": own["a"] - 0.1 * speed, "count": own["count"] + np.int32(1)}
 
     @property
     def at(self) -> tuple[float, float, int]:
         return float(self.own["a"][0]), float(self.own["speed"][0]), int(self.own["count"])
 
 
-def _copied(arrays: Arrays) -> Arrays:
+def _copied(arrays: Mapping[str, Any]) -> Arrays:
     return {name: np.array(array) for name, array in arrays.items()}
 
 
@@ -95,6 +99,31 @@ def test_a_worker_without_samples_at_the_end_of_an_epoch_takes_the_replica_of_th
             (one, behind), (two, also) = jobs.run(train)
         assert one == two and one[2] == 16
         assert behind + also == 3
+
+
+def test_a_worker_can_ask_for_the_newest_replica_after_an_epoch() -> None:
+    """So that the gradients of the next epoch are those of the newest parameters: the same as in one process."""
+    source = ArraySource(np.arange(9.0))
+
+    def train(job: Job) -> tuple[Any, int, int, list[list[float]]]:
+        one, num_asked, read = Momentum(job), 0, []
+        for _ in range(3):
+            read.append([])
+            for (x,) in batches(source, 1):
+                read[-1].append(float(x[0]))
+                one.step(read[-1][-1] + one.own["a"][0])
+            num_asked += one.latest()
+        return one.at, one.num_behind, num_asked, read
+
+    with local_job(workers=2) as jobs:
+        (one, behind, asked, xs), (two, also, other, ys) = jobs.run(train)
+    at = speed = 0.0
+    for first, second in zip(xs, ys, strict=True):
+        for pair in itertools.zip_longest(first, second):
+            speed = 0.9 * speed + np.mean([x for x in pair if x is not None]) + at
+            at -= 0.1 * speed
+    assert one == two == (pytest.approx(at), pytest.approx(speed), 15)
+    assert behind + also == 0 and asked + other == 3
 
 
 def rounds(ones: list[Momentum], count: int) -> None:

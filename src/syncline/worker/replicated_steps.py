@@ -9,6 +9,7 @@ one that starts again, and in a checkpoint.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from syncline.worker.mean_gradients import check_rounds
 NUM_SLOTS = 256
 #: Rounds without a certain worker until a worker that is behind takes the replica that there is.
 MOST_TRIES = 3
+#: How long a worker that comes back waits for the provider's replica, and between two looks.
+WAIT_SECONDS, AGAIN_SECONDS = 5.0, 0.05
 _BEFORE = -1.0  # no round so far
 
 
@@ -40,14 +43,19 @@ class ReplicatedStep(NamedTuple):
     replica: dict[str, HostArray] | None
 
 
-class ReplicatedSteps:
-    """`replica`: parameters and optimizer state by name, with the values before the first step."""
+Arrays = Mapping[str, HostArray]
+#: (replica, mean gradient) -> the replica after that step.
+Apply = Callable[[Arrays, Arrays], Arrays]
 
-    def __init__(
-        self, job: Job, gradients: Mapping[str, HostArray], replica: Mapping[str, HostArray], prefix: str = ""
-    ) -> None:
+
+class ReplicatedSteps:
+    """`replica`: parameters and optimizer state by name, with the values before the first step. `apply`: makes the
+    step outside of `step`, where this worker rests or comes back.
+    """
+
+    def __init__(self, job: Job, gradients: Arrays, replica: Arrays, apply: Apply, prefix: str = "") -> None:
         check_rounds(job.config)
-        self._job, self._begin = job, StepBegin(job)
+        self._job, self._begin, self._apply = job, StepBegin(job), apply
         assign = Rule("Assign")
         prefix = free_prefix(job, {**replica, **{f"gradients.{name}": a for name, a in gradients.items()}}, prefix)
         self._replica = HostMemory(job, replica, assign, prefix)
@@ -67,7 +75,8 @@ class ReplicatedSteps:
         self._provider, self._num_tries = -1, 0
         self._claimed = self._newest
         self._round = -1 if job.is_late else self._claimed  # others may have gone on while it registered
-        self._state: Callable[[], Mapping[str, HostArray]] | None = None  # the replica after the last step
+        self._has_begun = False
+        self._has_kept = False  # the provider's own replica before its last step is in the memory
         alive = weakref.ref(self)
         job.before_rest(lambda: own._provide() if (own := alive()) is not None else None)
         job.before_settle(lambda: own._doubt() if (own := alive()) is not None else None)
@@ -80,15 +89,31 @@ class ReplicatedSteps:
             return int(numbers["round"][0]) if numbers["certain"][0] != _BEFORE else 0
         return int(numbers["round"][0]) + 1
 
-    @property
-    def replica(self) -> dict[str, HostArray]:
-        """The replica on the servers, as it was pulled last."""
-        return self._replica.values
+    def newest(self) -> Arrays | None:
+        """The newest replica, at the start and whenever rounds may have been made without this worker; None: it is
+        the one that the worker has.
+        """
+        if self._is_certain:
+            return None
+        until = time.monotonic() + WAIT_SECONDS
+        while True:
+            self._pull()
+            newest, known = self._newest, int(self._numbers.values["replica"][0])
+            if newest - known <= 1 or time.monotonic() > until:
+                break
+            time.sleep(AGAIN_SECONDS)  # the provider rests soon, and pushes it then
+        if newest == self._claimed and self._has_begun:
+            return None
+        self._has_begun = True
+        if newest - known > 1:
+            return None  # one of the next rounds brings it
+        self._claimed, self._round = newest, -1 if self._job.is_late else newest
+        return self._apply(self._replica.values, self._gradients.values) if newest > known else self._replica.values
 
-    @property
-    def pending(self) -> dict[str, HostArray] | None:
-        """After registration: the mean gradient that `replica` lacks, if any."""
-        return self._gradients.values if self._newest > int(self._numbers.values["replica"][0]) else None
+    def _pull(self) -> None:
+        slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
+        self._job.exchange.pull(slices, self._all, None)
+        self._has_kept = False
 
     @property
     def _slot(self) -> int:
@@ -96,8 +121,8 @@ class ReplicatedSteps:
 
     def step(
         self,
-        gradients: Mapping[str, HostArray],
-        state: Callable[[], Mapping[str, HostArray]],
+        gradients: Arrays,
+        state: Callable[[], Arrays],
         weight: float | None = None,
     ) -> ReplicatedStep:
         """One round. `state` returns this worker's replica before the step; it is called if it is to be pushed."""
@@ -124,12 +149,14 @@ class ReplicatedSteps:
         self._job.exchange.commit(push, self._small if is_certain else self._all).wait()
         self._job.stepped()
         is_behind = self._take_round()
+        self._has_begun = True
+        self._has_kept = False
+        if self._is_certain and self._provider == self._slot and not is_behind:
+            for name, array in state().items():
+                self._replica.values[name][...] = array
+            self._has_kept = True
         self._job.leave_if_asked()
         return ReplicatedStep(self._gradients.values, self._replica.values if is_behind else None)
-
-    def stepped(self, state: Callable[[], Mapping[str, HostArray]]) -> None:
-        """The worker has made its step. `state` returns its replica from now on."""
-        self._state = state
 
     def _take_round(self) -> bool:
         """Looks at the answer. Returns whether this worker must go on from the servers' replica."""
@@ -140,8 +167,7 @@ class ReplicatedSteps:
             self._round, self._claimed, self._is_certain = newest, newest, True
             return False
         if self._is_certain:  # a certain worker does not pull the replica
-            slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
-            self._job.exchange.pull(slices, self._all, None)
+            self._pull()
         num_lost = newest - 1 - int(numbers["replica"][0])
         self._num_tries = 0 if certain.size else self._num_tries + 1
         if num_lost and (certain.size or (present.size > 1 and self._num_tries < MOST_TRIES)):
@@ -149,24 +175,24 @@ class ReplicatedSteps:
             return True
         if num_lost:
             self._job.notice(f"the mean gradients of {num_lost} rounds were lost with their workers", is_own=True)
-        self._round, self._is_certain = newest, True
+        self._round, self._claimed, self._is_certain = newest, newest, True
         return True
 
-    def _fill_replica(self, state: Mapping[str, HostArray]) -> Ranges:
+    def _fill_replica(self, state: Arrays) -> Ranges:
         self._replica.check(state, "the value")
         self._replica.fill(state)
         return self._replica.ids_of(state)
 
     def _provide(self) -> None:
         """Before a rest: others may go on without this worker, or all may end here."""
-        if not (self._is_certain and self._provider == self._slot and self._state is not None):
+        if not (self._is_certain and self._provider == self._slot and self._has_kept):
             return
-        if int(self._numbers.values["replica"][0]) == self._round:
-            return
-        pushed = self._fill_replica(self._state())
+        after = {name: np.array(array) for name, array in self._replica.values.items()}
+        after.update(self._apply(after, self._gradients.values))
+        self._has_kept = False
+        pushed = self._fill_replica(after)
         told = {"replica": np.array([self._round])}
         self._numbers.fill(told)
-        self._numbers.values["replica"][0] = self._round
         push = Push(pushed=tuple(sorted(pushed + self._numbers.ids_of(told))))
         self._job.exchange.commit(push, None).wait()
 
