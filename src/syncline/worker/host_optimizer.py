@@ -69,7 +69,7 @@ class HostOptimizer:
         self.buffer_values = self._buffers.values
         self._target = FlatTarget({self._memory.segment.index: self._memory.flat, **self._buffers.flats})
         self._tickets: collections.deque[ServersTicket] = collections.deque()
-        self._is_new = False  # `values` have changed, and the adapter was not told
+        self._is_new = self.runs_on_worker  # `values` have changed, and the adapter was not told
         self._options = _CurrentOptions(self._memory, prefix) if not self.runs_on_worker else None
         self._begin = StepBegin(job)
         self._nominal = NominalWeight(job)

@@ -75,7 +75,7 @@ class ReplicatedSteps:
         self._provider, self._num_tries = -1, 0
         self._claimed = self._newest
         self._round = -1 if job.is_late else self._claimed  # others may have gone on while it registered
-        self._has_begun = False
+        self._has_begun = job.is_chief and not job.is_late and not self._claimed  # its values are the registered ones
         self._has_kept = False  # the provider's own replica before its last step is in the memory
         alive = weakref.ref(self)
         job.before_rest(lambda: own._provide() if (own := alive()) is not None else None)
@@ -163,7 +163,8 @@ class ReplicatedSteps:
         numbers, newest = self._numbers.values, self._newest
         certain, present = np.flatnonzero(numbers["certain"]), np.flatnonzero(numbers["present"])
         self._provider = int((certain if certain.size else present)[0]) if present.size else -1
-        if newest == self._round + 1 or (newest == self._claimed + 1 and not certain.size):
+        is_newest = newest == self._round + 1 or (newest == self._claimed + 1 and not certain.size)
+        if is_newest and self._has_begun:
             self._round, self._claimed, self._is_certain = newest, newest, True
             return False
         if self._is_certain:  # a certain worker does not pull the replica
