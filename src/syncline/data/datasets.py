@@ -42,7 +42,7 @@ SHA256 = {
 }
 
 _MNIST_URL = "https://storage.googleapis.com/cvdf-datasets/mnist"
-_MNIST_SHA256 = {
+MNIST_SHA256 = {
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
@@ -109,7 +109,7 @@ def mnist(
     """
     system = SYSTEM_FOLDER.with_name("mnist")
     remedy = _MNIST_REMEDY.format(cache=shlex.quote(str(cache_folder() / "mnist")))
-    family = _Family("mnist", "MNIST", system, _MNIST_URL, _MNIST_SHA256, remedy)
+    family = _Family("mnist", "MNIST", system, _MNIST_URL, MNIST_SHA256, remedy)
     return _images_and_labels(family, train, folder, fetch)
 
 
