@@ -6,8 +6,7 @@
 #   mixed        torch, JAX, optax, Keras and scikit-learn: jobs whose workers use different frameworks
 #
 # It is .venv-NAME in the repository, or NAME in the folder that $SYNCLINE_ENVIRONMENTS names. syncline itself is
-# installed there (editable) with the dependencies of pyproject.toml except torch. When nothing changed since the last
-# time, nothing is done.
+# installed there, editable. When nothing changed since the last time, nothing is done.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -37,15 +36,6 @@ wanted() {
     cat tools/setup_frameworks.sh pyproject.toml constraints-frameworks.txt
 }
 
-# The dependencies of pyproject.toml except torch, one to a line.
-dependencies() {
-    "$VENV/bin/python" -c '
-import tomllib
-with open("pyproject.toml", "rb") as file:
-    named = tomllib.load(file)["project"]["dependencies"]
-print("\n".join(name for name in named if not name.startswith("torch")))'
-}
-
 install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-frameworks.txt "$@"; }
 
 up_to_date && exit 0
@@ -53,10 +43,9 @@ ensure_venv
 # The old stamp goes first, so that an install that was cut short is repeated.
 rm -f "$STAMP"
 say "installing $frameworks into $VENV"
-dependencies >"$VENV/.dependencies"
 # The build backend is installed too: with it, a later repeat that finds everything in place needs no download.
+install hatchling editables pytest pytest-timeout pytest-xdist hypothesis
 # shellcheck disable=SC2086  # several words
-install -r "$VENV/.dependencies" $frameworks pytest pytest-timeout pytest-xdist hypothesis hatchling editables
-install --no-build-isolation --no-deps -e .
+install --no-build-isolation -e . $frameworks
 wanted >"$STAMP"
 say "$which is ready"

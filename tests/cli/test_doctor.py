@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import pathlib
 import resource
 import socket
 import ssl
@@ -103,10 +104,19 @@ def test_a_check_that_breaks_is_a_finding_and_no_traceback() -> None:
     assert "report" in finding.remedy
 
 
-def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_is_not_installed_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     finding = checks.torch()
-    assert finding.level == "problem" and finding.text.startswith("cannot be used: ModuleNotFoundError")
+    assert finding.level == "ok" and "servers compute with NumPy" in finding.text
+    assert "pip install 'syncline[torch]'" in finding.text
+
+
+def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "torch.py").write_text('raise ImportError("libtorch.so: wrong ELF class")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch")
+    finding = checks.torch()
+    assert finding.level == "problem" and "cannot be used: ImportError: libtorch.so" in finding.text
     assert finding.remedy == "install torch 2.4 or newer"
 
 
@@ -266,6 +276,6 @@ def test_a_wrong_syncline_toml_is_found(name: str, elsewhere: Path) -> None:
     assert "syncline.toml" in finding.text and finding.remedy == "correct what this names"
 
 
-def test_the_small_job_needs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_job_needs_a_torch_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert connections.small_job().text == "not tried without torch"
+    assert connections.small_job().text == "not tried: torch cannot be used"

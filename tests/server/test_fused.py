@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from syncline.core.rule import RuleSpec
-from syncline.server import rules
-from syncline.server.rules import FusedKernel, make_optimizer
+from syncline.server import torch_rules as rules
+from syncline.server.torch_rules import FusedKernel, make_optimizer
 
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),

@@ -181,6 +181,6 @@ def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> N
         generation = relay_of(jobs, "server-0").generation
         with pytest.raises(ProtocolError):
             endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
-        with pytest.raises(ProtocolError, match="did not come"):
+        with pytest.raises(ProtocolError, match="did not arrive"):
             endpoint.call(ShareSums(generation + 1, 4096, [])).wait(PATIENCE)
         assert generation + 1 not in second.ring.host_reducers.shared

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.server.rings import check_all_equal
 
-from syncline.core.rule import OPTIONS, PLAIN
+from syncline.core.rule import KERAS, OPTIONS, PLAIN
 from syncline.testing import local_job
 from syncline.torch import DistributedOptimizer
 
@@ -33,7 +33,7 @@ RULES: dict[str, Making] = {
 
 
 def test_no_rule_is_left_out() -> None:
-    assert set(RULES) == set(OPTIONS) - PLAIN
+    assert set(RULES) == set(OPTIONS) - PLAIN - KERAS
 
 
 def net() -> torch.nn.Sequential:

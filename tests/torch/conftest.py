@@ -13,7 +13,7 @@ import torch
 
 from syncline.launch import embedded
 from syncline.net.device_channel import DeviceChannel
-from syncline.server.storage import bytes_at
+from syncline.server.device_storage import bytes_at
 from syncline.torch import carriers, optimizer
 from syncline.worker.checkpoint.rng_state import forget_seed
 

@@ -20,9 +20,16 @@ def describe_machine() -> dict[str, Any]:
         "memory_available_bytes": available_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
+        "torch": _version_of("torch"),
         "gpus": gpu_names(),
     }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def in_words(machine: dict[str, Any]) -> str:

@@ -62,6 +62,9 @@ def torch() -> Finding:
     try:
         module: Any = importlib.import_module("torch")
         module.zeros(1).add_(1)
+    except ModuleNotFoundError:
+        remedy = "pip install 'syncline[torch]', unless your workers use another framework"
+        return Finding("ok", f"not installed: servers compute with NumPy; {remedy}")
     except Exception as error:  # a broken build may raise anything
         reason = str(error).partition("\n")[0]
         return Finding("problem", f"cannot be used: {type(error).__name__}: {reason}", "install torch 2.4 or newer")

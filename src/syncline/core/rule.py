@@ -17,7 +17,9 @@ Number = bool | int | float | str | None
 Option = Number | tuple[Number, ...]
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
-#: Every dense torch.optim optimizer that steps without a closure, with its transferable options.
+_KERAS_ADAM = ("lr", "beta_1", "beta_2", "epsilon", "amsgrad", "weight_decay")
+#: Every dense torch.optim optimizer that steps without a closure, with its transferable options; those of Keras that
+#: have a rule; and two that take what is pushed as it is.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
     "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
@@ -41,6 +43,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
     "Rprop": ("lr", "etas", "step_sizes", "maximize"),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "KerasAdagrad": ("lr", "initial_accumulator_value", "epsilon", "weight_decay"),
+    "KerasAdam": _KERAS_ADAM,
+    "KerasAdamW": _KERAS_ADAM,
+    "KerasRMSprop": ("lr", "rho", "momentum", "epsilon", "centered", "weight_decay"),
+    "KerasSGD": ("lr", "momentum", "nesterov", "weight_decay"),
     "Add": (),
     "Assign": (),
 }
@@ -51,7 +58,9 @@ WHOLE_TENSOR = frozenset({"Adafactor", "Muon"})
 #: Rules other than gradient descent: a push is a delta or the value itself.
 PLAIN = frozenset({"Add", "Assign"})
 #: Rules whose step is as large as its gradient; the others divide gradients by their size.
-SCALES_WITH_GRADIENT = frozenset({"SGD", "ASGD"})
+SCALES_WITH_GRADIENT = frozenset({"SGD", "ASGD", "KerasSGD"})
+#: Rules with Keras' formulas.
+KERAS = frozenset({"KerasAdagrad", "KerasAdam", "KerasAdamW", "KerasRMSprop", "KerasSGD"})
 #: What to do about sparse gradients, which are not supported.
 SPARSE_REMEDY = (
     "either use dense gradients (sparse=False, and Adam in place of SparseAdam), or let the optimizer run on the "
@@ -80,7 +89,7 @@ class RuleSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rule:
-    """`Rule("Adam", lr=1e-3)`: a torch.optim optimizer by name, or `Add`, or `Assign`.
+    """`Rule("Adam", lr=1e-3)`: a torch.optim optimizer by name, or one of Keras (`KerasAdam`), or `Add`, or `Assign`.
 
     `Rule("package.module:Name", lr=1e-3)`: a torch optimizer of your own. Servers import it by this name.
     """

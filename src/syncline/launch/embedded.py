@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import pathlib
 import secrets
 import sys
@@ -268,7 +269,7 @@ def _ignore(over: Over) -> None:
 
 
 def start_embedded(defaults: Mapping[str, Any]) -> Job:
-    """A job of one worker in this process. Without torch the server is a child process."""
+    """A job of one worker in this process. If torch is installed and not loaded, the server is a child process."""
     toml = configuration.read_toml(pathlib.Path.cwd())
     elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
     given = {key: value for key, value in toml.items() if key not in elsewhere}
@@ -279,7 +280,7 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     given = settle_saving(given, is_shared=False)
     check_words(configuration.resolve(given, defaults))
     folder = pathlib.Path(str(given.get("runs", "runs"))) / name
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules and importlib.util.find_spec("torch") is not None:
         return _with_child_server(given, folder, defaults)
     process = InProcess(given, folder)
     link, handlers, stamp, call = process.ask_to_join("worker-0", defaults)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -14,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy
 
 from syncline import config as configuration
 from syncline.config import JobConfig
@@ -80,11 +81,10 @@ def unix_name() -> str:
 
 
 def process_kind() -> str:
-    """Processor and torch version of this process: equal ones compute bit-equal results."""
+    """Processor of this process, and what its server computes with: equal ones compute bit-equal results."""
     words = [platform.machine(), _processor()]
     torch = sys.modules.get("torch")
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        words.append(f"torch {torch.__version__ if torch is not None else importlib.metadata.version('torch')}")
+    words.append(f"torch {torch.__version__}" if torch is not None else f"numpy {numpy.__version__}")
     return ", ".join(word for word in words if word)
 
 

@@ -84,8 +84,6 @@ def _fork_twice() -> int:
 
 def _become(request: Fork, stdin: int, stdout: int) -> int:
     """This process is a member from now on, as if `python -m syncline.launch.member NAME` had started it."""
-    import torch
-
     from syncline.launch.member import member
 
     os.setsid()
@@ -98,7 +96,7 @@ def _become(request: Fork, stdin: int, stdout: int) -> int:
     _show_as([sys.executable, "-m", "syncline.launch.member", request.name])
     # As a new interpreter does; else all members would draw the same numbers. (`random` does so by itself.)
     numpy.random.seed()
-    torch.default_generator.seed()
+    sys.modules["torch"].default_generator.seed()
     return member()
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from syncline import config as configuration
 from syncline.core.ring import check_process_group_gpus, partner_of
 from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
-from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.hosts import local_place
 from syncline.launch.jobfile import JobFile
 from syncline.net.device_channel import DeviceChannel
@@ -47,7 +46,6 @@ class OwnServer:
         """Joins the job as the worker's partner. `on_refused`: called if that fails."""
         from syncline.launch.serving import Serving
 
-        leave_out_the_compiler()  # torch is loaded now, even if the script has not
         self._on_refused = on_refused
         num_threads = min(MOST_THREADS, configuration.num_threads())
         self.device_channel = self._open_device_channel()
@@ -66,9 +64,11 @@ class OwnServer:
         config = configuration.resolve(self._file.given)
         if not config.has_process_group:
             return None
-        import torch
-        import torch.distributed
-
+        try:
+            import torch
+            import torch.distributed
+        except ImportError:
+            raise ConfigError(f"--sums {config.sums} needs torch: pip install 'syncline[torch]'") from None
         has = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
         if not torch.distributed.is_available() or not has[config.sums]():
             raise ConfigError(f"--sums {config.sums}: this torch ({torch.__version__}) has none; use --sums ours")

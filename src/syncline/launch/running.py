@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -226,7 +227,8 @@ class Plans:
     def __init__(self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> None:
         self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
         self._folder = os.getcwd()
-        self._scripts_load_torch = config.is_ring or mentions_torch(script)  # in a ring each has a server in it
+        self._has_torch = importlib.util.find_spec("torch") is not None
+        self._scripts_load_torch = self._has_torch and mentions_torch(script)
         self._rendezvous_port = _free_port(file.host) if config.env == "torchrun" else 0
 
     def first(self) -> list[MemberPlan]:
@@ -259,7 +261,7 @@ class Plans:
                 folder=self._folder,
                 place=place,
                 tells_cores=speaks,
-                loads_torch=True,
+                loads_torch=self._has_torch,
             )
         beside = [other for other, h in where.items() if h == host and other.startswith("worker-")]
         return MemberPlan(

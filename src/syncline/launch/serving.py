@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from syncline import config as configuration
 from syncline import faults
 from syncline.core.members import Address, Member
@@ -28,10 +26,12 @@ from syncline.net.device_channel import DeviceChannel
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
-from syncline.server.device_storage import ChannelStorage
 from syncline.server.pool import ThreadPool
 from syncline.server.service import Server
-from syncline.server.storage import home_of
+from syncline.server.storage import SliceStorage, home_of
+
+#: Measured: docs/guides/numpy.md.
+WITHOUT_TORCH = "torch is not installed, so servers compute with NumPy: updates take two to seven times as long"
 
 
 class End(NamedTuple):
@@ -45,14 +45,24 @@ class End(NamedTuple):
 
 def run_server(file: JobFile, name: str, host: str) -> int:
     """Hosts slices until the job has ended, or until others have them all."""
-    torch.set_num_threads(1)  # the pool's threads provide the parallelism
-    leave_out_the_compiler()
+    _load_torch(say(name or "server"))
     process = _Process(file, name)
     try:
         process.join(host)
         return process.wait()
     finally:
         process.serving.close()
+
+
+def _load_torch(log: Callable[[str], None]) -> None:
+    """Rules are applied by torch if it is installed, else by NumPy."""
+    try:
+        import torch
+    except ImportError:
+        log(WITHOUT_TORCH)
+        return
+    torch.set_num_threads(1)  # the pool's threads provide the parallelism
+    leave_out_the_compiler()
 
 
 class Serving:
@@ -86,9 +96,7 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=ChannelStorage(device_channel, self.log)
-            if device_channel
-            else home_of(self._config.server_device, self.log),
+            home=_home(device_channel, self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )
@@ -269,3 +277,11 @@ class _Process:
         if end.line:
             self.serving.log(end.line)
         return end.code
+
+
+def _home(device_channel: DeviceChannel | None, device: str, log: Callable[[str], None]) -> SliceStorage:
+    if device_channel is None:
+        return home_of(device, log)
+    from syncline.server.device_storage import ChannelStorage  # imports torch
+
+    return ChannelStorage(device_channel, log)

@@ -7,6 +7,7 @@ the sources. In processes that have loaded torch, equal numbers give equal bits,
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.core.layout import INTEGERS
+from syncline.errors import RuleError
 from syncline.net.memory import aligned_zeros
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,10 +32,20 @@ _TORCH = {"average": "add", "sum": "add", "min": "minimum", "max": "maximum", "p
 _QUIET = np.errstate(all="ignore")
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of this name. bfloat16 is that of ml_dtypes, which JAX, Keras and TensorFlow bring along."""
+    if name == "bfloat16":
+        try:
+            name = importlib.import_module("ml_dtypes").bfloat16
+        except ImportError:
+            raise RuleError("bfloat16 needs torch or ml_dtypes: pip install 'syncline[torch]'") from None
+    return np.dtype(name)
+
+
 def numbers_of(data: Bytes, dtype: str) -> Numbers:
     """The numbers in these bytes, without a copy: a NumPy array, or a tensor for half precision."""
     torch = _torch_for(dtype)
-    return data.view(dtype) if torch is None else torch.from_numpy(data).view(getattr(torch, dtype))
+    return data.view(numpy_dtype(dtype)) if torch is None else torch.from_numpy(data).view(getattr(torch, dtype))
 
 
 def _torch_for(dtype: str) -> Any:
@@ -163,7 +175,7 @@ class Reducer:
     def __init__(self, dtype: str, op: str, count: int) -> None:
         self._dtype, self._count, self._is_average = dtype, count, op == "average"
         self._torch = torch = _torch_for(dtype)
-        self._numpy = np.dtype(dtype) if torch is None else None
+        self._numpy = numpy_dtype(dtype) if torch is None else None
         self._merge = getattr(torch, _TORCH[op]) if torch is not None else _NUMPY[op]
 
     def _typed(self, data: Bytes) -> Numbers:

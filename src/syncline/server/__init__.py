@@ -3,7 +3,9 @@
 service           the service: which message goes to which part
 hosting           the segments, slices and backups that are here
 storage           where slices live: blocks of shared memory, or a GPU (device_storage)
-slices, rules     one slice: its bytes, state and lock; the optimizer on its pieces
+slices, rules     one slice: its bytes, state and lock; the rules of its pieces
+numbers           what rules work on: tensors of torch, or NumPy arrays where there is none
+torch_rules       rules by torch (keras_optimizers: those of Keras); numpy_rules: by NumPy; averages: of parameters
 staging           the bytes that workers have sent, until their round is applied
 commits           a worker's commit: admitted (admission_queue), decided by the core, clipped (clipping)
 tasks, executor   a decided round on its way through all slices, in the threads of the pool

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from syncline import faults
-from syncline.core.layout import Segment, Slice
+from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.ring import Ballot
 from syncline.core.rounds import RoundMembership
 from syncline.core.wire.message import Done
@@ -21,9 +21,9 @@ from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, S
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
 from syncline.server.encoded_sums import SumDecoder
+from syncline.server.numbers import numbers_in
 from syncline.server.pool import Pool
 from syncline.server.replicate import Region, digest_of
-from syncline.server.rules import tensor_of
 from syncline.server.slices import HostedSlice, HowApplied
 from syncline.server.state_transfer import check_entry
 from syncline.server.storage import Blocks, SliceStorage
@@ -185,7 +185,7 @@ class Backups:
         pieces = segment.pieces(part)
         if any(not 0 <= index < len(pieces) for index in message.has):
             raise ProtocolError(f"an update of pieces {message.has} of slice {part.id}")
-        item = tensor_of(np.empty(64, np.uint8), part.dtype).element_size()
+        item = ITEM_BYTES[part.dtype]
         return [pieces[index].num_items * item for index in message.has]
 
     def handle(self, request: Request, message: Seed | Replicate) -> None:
@@ -260,7 +260,7 @@ class Backups:
             self._check_sender(request.peer, message.slice)  # the slice may have been hosted again meanwhile
             slot = self._make_slot(request.peer, message)
         loaded = [
-            (entry, tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
+            (entry, numbers_in(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
             for entry, buffer in zip(message.entries, states, strict=True)
         ]
         with slot.lock, self._home.at_work():

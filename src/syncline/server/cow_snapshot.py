@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from syncline.core.checkpoint.manifest import SavedFile, SavedSlice, SavedState
+from syncline.core.layout import ITEM_BYTES
 from syncline.core.wire.traffic import StateEntry
 from syncline.errors import StoreError
 from syncline.net.transport import Buffer, buffer_of
+from syncline.server.numbers import bytes_of
 from syncline.server.slices import Bytes, HostedSlice
 
 _HUGE_BYTES = 2 << 20
@@ -126,7 +127,7 @@ class SnapshotSlice:
                     self.entries()
                 finally:
                     lock.release()
-        entries, num_items = self.entries(), self.slot.rules.flat.numel()
+        entries, num_items = self.entries(), part.num_bytes // ITEM_BYTES[part.dtype]
         return [(self.name, part.dtype, (num_items,)), *((self._name_of(e), e.dtype, e.shape) for e in entries)]
 
     def saved(self, file: str) -> SavedSlice:
@@ -161,26 +162,25 @@ class SnapshotSlice:
 
     def write_live(self, writer: Writer) -> None:
         """Under the slice's lock: writes the live slice without a copy."""
-        for name, tensor in self._live():
-            found: Bytes = tensor.cpu().numpy()
-            writer.write(name, buffer_of(found))
+        for name, data in self._live():
+            writer.write(name, buffer_of(data))
 
-    def _live(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the live slice."""
+    def _live(self) -> Iterator[tuple[str, Bytes]]:
+        """The bytes of the live slice: its parameters, then its rule state."""
         with self.slot.home.at_work():
-            yield self.name, torch.from_numpy(self.slot.memory)
-            for entry, tensor in self.slot.rules.live_state():
-                yield self._name_of(entry), tensor.detach().reshape(-1).view(torch.uint8)
+            yield self.name, self.slot.memory
+            for entry, numbers in self.slot.rules.live_state():
+                yield self._name_of(entry), bytes_of(numbers)
 
     def _copy(self) -> bool:
         """Copies the slice. Returns False if there is no memory."""
         memory = self._marks.reserve(self.num_bytes)
         if memory is None:
             return False
-        into, at = torch.from_numpy(memory), 0
-        for _, tensor in self._live():
-            into[at : at + tensor.numel()].copy_(tensor)
-            at += tensor.numel()
+        at = 0
+        for _, data in self._live():
+            memory[at : at + data.size] = data
+            at += data.size
         self.kept = memory
         return True
 

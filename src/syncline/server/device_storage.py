@@ -1,17 +1,138 @@
-"""Slice storage on the GPU of a worker in the same process. Host memory is updated when it is read."""
+"""Slices on a GPU: of the server, or of a worker in the same process."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from syncline.core.layout import Slice
+from syncline.core.units import counted
+from syncline.errors import ConfigError
 from syncline.net.device_channel import DeviceChannel, Handed
-from syncline.server.storage import Bytes, DeviceStorage, SliceStorage
+from syncline.server.storage import Bytes, SliceStorage
+
+#: cudaHostRegisterReadOnly: for read-only mappings.
+_READ_ONLY = 8
+_REGISTERED_ALREADY = 712
+#: Below this size a failed registration is not reported.
+_WORTH_A_WORD = 1 << 20
+
+
+class RegisteredMemory:
+    """Host memory registered with the GPU driver, for the lifetime of this object."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self._device, self._say = device, say
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, Bytes]] = {}
+        self._addresses: list[int] = []
+        # The finalizer keeps the arrays alive until they are unregistered.
+        self.close = weakref.finalize(self, _unregister, device, self._addresses, self._known)
+        self.close.atexit = False  # at exit the driver frees everything itself, possibly before us
+
+    def tensor(self, array: Bytes) -> torch.Tensor:
+        """The array as a tensor. Registers its memory on first use and keeps it alive."""
+        key = (array.ctypes.data, array.nbytes)
+        if key not in self._known:
+            self._register(array)
+            self._known[key] = (bytes_at(array), array)
+        return self._known[key][0]
+
+    def release(self, array: Bytes) -> None:
+        """Unregisters this memory early."""
+        address = array.ctypes.data
+        if self._known.pop((address, array.nbytes), None) is not None and address in self._addresses:
+            self._addresses.remove(address)
+            _unregister(self._device, [address], {})
+
+    def _register(self, array: Bytes) -> None:
+        flags = 0 if array.flags.writeable else _READ_ONLY
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, flags))
+            if code:
+                _forget_error(self._device)
+            else:
+                self._addresses.append(array.ctypes.data)
+        # In one process a server and its worker share memory, which may be registered already.
+        if code not in (0, _REGISTERED_ALREADY) and array.nbytes >= _WORTH_A_WORD:
+            self._say(f"memory could not be registered with the GPU (CUDA error {code}): copies are slower")
+
+
+def _unregister(device: torch.device, addresses: list[int], known: dict[Any, Any]) -> None:
+    codes = [int(torch.cuda.cudart().cudaHostUnregister(address)) for address in addresses]
+    if any(codes):
+        _forget_error(device)
+    known.clear()
+
+
+def _forget_error(device: torch.device) -> None:
+    """Clears a failed call from the CUDA runtime; otherwise torch's next check raises it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def bytes_at(array: Bytes) -> torch.Tensor:
+    """A tensor over an array's memory, which must outlive it. Read-only arrays are allowed."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # from_numpy warns about read-only arrays; nothing is written through this tensor.
+    return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)
+
+
+class DeviceStorage(SliceStorage):
+    """Slices on a GPU. Every thread has its own stream. Host memory is complete before workers are told."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self._device = device
+        self._registered = RegisteredMemory(device, say)
+        self._threads = threading.local()
+
+    def adopt(self, memory: Bytes) -> None:
+        if memory.nbytes:
+            self._registered.tensor(memory)
+
+    def release(self, memory: Bytes) -> None:
+        self._registered.release(memory)
+
+    def numbers(self, host: torch.Tensor, part: Slice | None = None) -> torch.Tensor:
+        return host.to(self._device)
+
+    def bring(self, staged: torch.Tensor) -> torch.Tensor:
+        return staged.to(self._device, non_blocking=True)
+
+    def at_work(self) -> AbstractContextManager[object]:
+        if not hasattr(self._threads, "stream"):
+            self._threads.stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._threads.stream)
+
+    def load(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
+        numbers.copy_(host)
+
+    def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
+        host.copy_(numbers, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        self._registered.close()
+
+
+def device_home(name: str, say: Callable[[str], None]) -> DeviceStorage:
+    """`--server-device cuda` or `cuda:N`."""
+    index = int(name.partition(":")[2] or 0)
+    count = torch.cuda.device_count()
+    if index >= count:
+        there = f"torch sees {counted(count, 'GPU') if count else 'no GPUs'} on the server's host"
+        raise ConfigError(f"--server-device {name}: {there}; leave it out, or use cpu")
+    return DeviceStorage(torch.device("cuda", index), say)
 
 
 class ChannelStorage(SliceStorage):

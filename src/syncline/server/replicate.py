@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded
@@ -22,8 +21,9 @@ from syncline.errors import ConfigError, FencedError, RuleError, SynclineError
 from syncline.net.reliable_send import OutgoingMessage, Partner, ReliableSend
 from syncline.net.rpc import Call, Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
+from syncline.reduce.kernels import Numbers
 from syncline.server.encoded_sums import encode_sum
-from syncline.server.rules import tensor_of
+from syncline.server.numbers import bytes_of, numbers_in
 from syncline.server.tasks import FenceTask, SliceTask, StagedCommit, acks_of, late_of
 from syncline.store.tensors import new_digest
 
@@ -41,7 +41,7 @@ class Region:
     """Slice-shaped memory for the update in flight. If it is shared, a backup's process maps it too."""
 
     def __init__(self, array: Bytes, dtype: str, memory: Memory | None = None) -> None:
-        self.array, self.flat = array, tensor_of(array, dtype)
+        self.array, self.flat = array, numbers_in(array, dtype)
         self._memory = memory  # kept as long as a slice uses it
 
 
@@ -131,7 +131,7 @@ class Update:
     def is_acknowledged(self) -> bool:
         return all(send.is_acknowledged for send in self.sends)
 
-    def gradients(self, slot: HostedSlice) -> list[torch.Tensor | None]:
+    def gradients(self, slot: HostedSlice) -> list[Numbers | None]:
         return slot.rules.as_pieces(self.region.flat, self.has)
 
     def compare(self, slot: HostedSlice) -> None:
@@ -152,7 +152,7 @@ def update_of(
     slot: HostedSlice,
     work: SliceTask,
     commits: Sequence[Commit[StagedCommit]],
-    gradients: Sequence[torch.Tensor | None],
+    gradients: Sequence[Numbers | None],
     scale: float,
 ) -> Update:
     """Under the slice's lock: the next update for the backups. With a process group, they have its sum already."""
@@ -226,7 +226,7 @@ def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> OutgoingMessage:
     with slot.home.at_work():
         for entry, tensor in slot.rules.state(with_held=True):
             entries.append(entry)
-            buffers.append(buffer_of(tensor.clone().reshape(-1).view(torch.uint8).numpy()))
+            buffers.append(buffer_of(bytes_of(tensor).copy()))
     state, (number, offset) = slot.state, lent or (None, 0)
     clocks, fences, acks = state.clock_entries(), state.fence_entries(), state.ack_entries()
     late = state.late_entries()

@@ -21,7 +21,7 @@ from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Peer, buffer_of
 from syncline.server.commits import Commits
 from syncline.server.hosting import Hosting
-from syncline.server.rules import tensor_of
+from syncline.server.numbers import numbers_in
 from syncline.server.slices import Bytes, HostedSlice
 from syncline.server.tasks import in_thread
 from syncline.store.checkpoints import read_manifest
@@ -150,7 +150,7 @@ class Taking:
         with self.slot.lock, self.slot.home.at_work():
             rules = self.slot.rules
             rules.uploaded()
-            rules.load_state([(e, tensor_of(array, e.dtype).reshape(e.shape)) for e, array in states.values()])
+            rules.load_state([(e, numbers_in(array, e.dtype).reshape(e.shape)) for e, array in states.values()])
 
 
 class Loading:

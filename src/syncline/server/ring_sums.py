@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
-import torch
 
 from syncline.config import JobConfig
 from syncline.core.members import Member, by_name
@@ -99,7 +98,7 @@ class RingParticipant:
 class TensorRegion(Region):
     """Slice-shaped memory that is not shared, on any device."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: Numbers) -> None:
         self.array, self.flat, self._memory = np.empty(0, np.uint8), flat, None
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from syncline import faults
 from syncline.core.codecs.pieces import Encoded, SliceCoder
@@ -22,6 +21,7 @@ from syncline.core.slice_state import Identity, SliceState
 from syncline.core.wire.leases import LeaseAck
 from syncline.net.reliable_send import Partner
 from syncline.net.transport import buffer_of
+from syncline.reduce.kernels import Numbers
 from syncline.reduce.slices import SliceReduction
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import PushedSlice, SliceRules
@@ -251,8 +251,8 @@ class HostedSlice:
         return commits, self._scale_of(work, commits)
 
     def _gradients_of(
-        self, work: SliceTask, commits: Sequence[Commit[StagedCommit]], into: torch.Tensor | None = None
-    ) -> list[torch.Tensor | None]:
+        self, work: SliceTask, commits: Sequence[Commit[StagedCommit]], into: Numbers | None = None
+    ) -> list[Numbers | None]:
         has_any = commits and not work.skip and not work.is_beyond(self.state.version)
         return self.gradients(commits, work, into) if has_any else []
 
@@ -264,7 +264,7 @@ class HostedSlice:
         self,
         work: SliceTask,
         commits: Sequence[Commit[StagedCommit]],
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[Numbers | None],
         scale: float,
     ) -> None:
         """Under the lock: applies a round's gradients here, and counts what they were."""
@@ -283,7 +283,7 @@ class HostedSlice:
 
     def apply_update(
         self,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[Numbers | None],
         how: HowApplied,
         clocks: list[tuple[Identity, int]],
         acks: Sequence[LeaseAck],
@@ -317,8 +317,8 @@ class HostedSlice:
         self.staleness_max = max(self.staleness_max, staleness)
 
     def gradients(
-        self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: torch.Tensor | None = None
-    ) -> list[torch.Tensor | None]:
+        self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: Numbers | None = None
+    ) -> list[Numbers | None]:
         """The round's gradient for each piece. `into`: memory for the result."""
         if work.sums is not None:
             return work.sums.gradients(self)
@@ -475,6 +475,6 @@ class RoundSums:
         found = self._found.get(slot.part.id)
         return found[1] if found is not None else []
 
-    def gradients(self, slot: HostedSlice) -> list[torch.Tensor | None]:
+    def gradients(self, slot: HostedSlice) -> list[Numbers | None]:
         region = self.region(slot)
         return slot.rules.as_pieces(region.flat, self.has(slot)) if region is not None else [None] * len(slot.pieces)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import Segment, Slice
@@ -18,8 +18,9 @@ from syncline.errors import FrameError, ProtocolError
 from syncline.net.device_channel import DeviceChannel
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, Memory, Peer, buffer_of
+from syncline.reduce.kernels import Numbers
+from syncline.server.numbers import Bytes, numbers_in
 from syncline.server.ring_copies import Copies
-from syncline.server.rules import Bytes, tensor_of
 from syncline.server.slices import HostedSlice
 
 
@@ -137,9 +138,9 @@ class Staging:
         self._lock = threading.Lock()  # guards all tables except `_handed`; lookups of existing entries need no lock
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
-        self._tensors: dict[tuple[Identity, int, int], torch.Tensor] = {}
+        self._tensors: dict[tuple[Identity, int, int], Numbers] = {}
         # by slice: the source tensor and the view of it
-        self._handed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._handed: dict[int, tuple[Numbers, Numbers]] = {}
 
     def attach(self, worker: Identity, segment: int, slot: int, arena: Memory) -> None:
         """Attaches a worker's arena. Replaces the earlier one when the worker has reconnected."""
@@ -176,7 +177,7 @@ class Staging:
                 array = self._buffers[key] = np.zeros(part.num_bytes, np.uint8)
         return buffer_of(array)
 
-    def tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
+    def tensor(self, worker: Identity, slot: int, part: Slice) -> Numbers:
         """A tensor view of the staged bytes of one slice."""
         handed = self._device_channel.gradients(part.segment) if self._device_channel is not None else None
         if handed is not None:
@@ -187,7 +188,7 @@ class Staging:
         known = self._tensors.get(key)
         return known if known is not None else self._make_tensor(worker, slot, part)
 
-    def _make_tensor(self, worker: Identity, slot: int, part: Slice) -> torch.Tensor:
+    def _make_tensor(self, worker: Identity, slot: int, part: Slice) -> Numbers:
         key = (worker, slot, part.id)
         with self._lock:
             arena = self._arenas.get((worker, part.segment, slot))
@@ -195,14 +196,14 @@ class Staging:
                 array = arena.array[part.offset : part.offset + part.num_bytes]
             else:
                 array = self._buffers[key]
-            made = self._tensors[key] = tensor_of(array, part.dtype)
+            made = self._tensors[key] = numbers_in(array, part.dtype)
         return made
 
-    def _handed_slice(self, data: torch.Tensor, part: Slice) -> torch.Tensor:
+    def _handed_slice(self, data: Numbers, part: Slice) -> Numbers:
         """The view of a slice in a handed-over tensor; cached while the tensor stays the same."""
         known = self._handed.get(part.id)
         if known is None or known[0] is not data:
-            view = data[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
+            view = data[part.offset : part.offset + part.num_bytes].view(getattr(sys.modules["torch"], part.dtype))
             known = self._handed[part.id] = (data, view)
         return known[1]
 

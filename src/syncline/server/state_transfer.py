@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from syncline.core.layout import Slice
 from syncline.core.wire.message import Done
@@ -13,7 +12,8 @@ from syncline.core.wire.traffic import AskState, GivenState, LoadState, StateEnt
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Request
 from syncline.net.transport import Buffer, buffer_of
-from syncline.server.rules import tensor_of
+from syncline.reduce.kernels import Numbers
+from syncline.server.numbers import bytes_of, numbers_in
 from syncline.server.slices import HostedSlice
 from syncline.server.tasks import FenceTask
 
@@ -48,8 +48,7 @@ class StateTransfer:
                     if message.key not in ("", entry.key):
                         continue
                     entries.append(entry)
-                    flat = tensor.clone().reshape(-1).view(torch.uint8)
-                    buffers.append(buffer_of(flat.numpy()))
+                    buffers.append(buffer_of(bytes_of(tensor).copy()))
         request.reply(GivenState(entries), buffers, sum(map(len, buffers)))
 
     def buffers_for(self, message: LoadState) -> Sequence[Buffer]:
@@ -58,11 +57,11 @@ class StateTransfer:
         return [buffer_of(np.empty(entry.num_bytes, np.uint8)) for entry in message.entries]
 
     def load(self, request: Request, message: LoadState) -> None:
-        grouped: dict[int, list[tuple[StateEntry, torch.Tensor]]] = {number: [] for number in message.slices}
+        grouped: dict[int, list[tuple[StateEntry, Numbers]]] = {number: [] for number in message.slices}
         for entry, buffer in zip(message.entries, request.payload, strict=True):
             if entry.slice not in grouped:
                 raise ProtocolError(f"state for slice {entry.slice}, which is not named")
-            tensor = tensor_of(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape)
+            tensor = numbers_in(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape)
             grouped[entry.slice].append((entry, tensor))
         slots = [self._slot(number) for number in grouped]
         with_backup = []

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-
 from syncline.core.aggregate import Aggregate
 from syncline.core.layout import Ranges, Slice
 from syncline.core.policy import Policy
@@ -19,6 +17,7 @@ from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import LeaseAck
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
+from syncline.reduce.kernels import Numbers
 
 if TYPE_CHECKING:
     from syncline.server.slices import HostedSlice, RoundSums, Snapshot
@@ -131,7 +130,7 @@ class StagedCommit:
         self.back_at: int | None = None
         self.clip_norm: float | None = None
         self.overrides: list[tuple[int, int, dict[str, Option]]] = []
-        self.arrays: Callable[[Slice], torch.Tensor | None] = lambda part: None
+        self.arrays: Callable[[Slice], Numbers | None] = lambda part: None
         self.is_early = False  # slices were staged before it, to be added up
         self.is_edited = False  # some of them have changed since
         self.request: Request | None = None

@@ -15,6 +15,13 @@
 # data, batches, batch_sizes, naming        DataLoader; leased batches; warnings and errors about samples
 # validation, weights, notices              validations; weights of a checkpoint; notices to the user
 
+from syncline.errors import ConfigError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise ConfigError(f"syncline.torch needs torch: pip install 'syncline[torch]' ({error})") from error
+
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
 from syncline.torch.schedules import Schedule, schedule

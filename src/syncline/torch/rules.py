@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from syncline.core.rule import OPTIONS, PLAIN, SPARSE_REMEDY, Option, Rule, plain_option
+from syncline.core.rule import KERAS, OPTIONS, PLAIN, SPARSE_REMEDY, Option, Rule, plain_option
 from syncline.errors import RuleError
 from syncline.extensions import is_named, load
 
@@ -24,7 +24,7 @@ def rule_name(optimizer: torch.optim.Optimizer) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__name__ != "LBFGS" and kind.__module__ != "__main__" and is_named(name) and load(name) is kind:
         return name  # servers import it too
-    there_are = ", ".join(name for name in OPTIONS if name not in PLAIN)
+    there_are = ", ".join(name for name in OPTIONS if name not in PLAIN | KERAS)
     why = " needs a closure" if kind.__name__ == "LBFGS" else " has no rule on the servers"
     if kind.__module__ == "__main__":
         why += ", which cannot import it from the script: move the class to a module of its own"

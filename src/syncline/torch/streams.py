@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from syncline.server.storage import RegisteredMemory
+from syncline.server.device_storage import RegisteredMemory
 from syncline.worker.arrays import Bytes
 
 

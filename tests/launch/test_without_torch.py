@@ -1,0 +1,91 @@
+"""Jobs where torch is not installed: servers, a ring and an embedded job compute with NumPy."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+#: torch cannot be imported, and is not found, in this process and all that it starts.
+MISSING = 'import sys\nsys.modules["torch"] = None\n'
+SCRIPT = """
+    import sys
+    import numpy as np
+    import syncline
+    job = syncline.init()
+    rule = syncline.Rule(RULE, lr=0.5)
+    job.kv.register({"x": np.zeros(3, np.float32), "y": np.ones((2, 2), np.float32)}, rule)
+    for step in job.steps(3):
+        grads = {"x": np.full(3, job.rank + 1.0, np.float32), "y": np.full((2, 2), -1.0, np.float32)}
+        pulled = job.kv.push_pull(grads).wait()
+    print("x", pulled["x"].round(4).tolist(), "y", pulled["y"].round(4).tolist(), sys.modules.get("torch"))
+"""
+
+
+@pytest.fixture
+def without_torch(commands: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    folder = tmp_path / "without"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(MISSING)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    return commands
+
+
+@pytest.mark.parametrize("how", [("-w", "2", "-s", "2"), ("-w", "2", "--exchange", "ring")], ids=["servers", "ring"])
+def test_a_job_of_two_workers(without_torch: Any, how: tuple[str, ...]) -> None:
+    script = without_torch.script(SCRIPT.replace("RULE", '"Adam"'))
+    result = without_torch.run("run", *how, script)
+    assert result.code == 0, result.output
+    # Adam's step is its rate as long as the gradient stays the same.
+    assert result.output.count("x [-1.5, -1.5, -1.5] y [[2.5, 2.5], [2.5, 2.5]] None") == 2, result.output
+    told = result.output.count("torch is not installed, so servers compute with NumPy")
+    assert told == (2 if "-s" in how else 0), result.output  # by every server, once
+
+
+def test_an_embedded_job(without_torch: Any) -> None:
+    script = without_torch.script(SCRIPT.replace("RULE", '"KerasSGD"'))
+    result = without_torch.finish(without_torch.start(script, program=()))
+    assert result.code == 0 and "x [-1.5, -1.5, -1.5] y [[2.5, 2.5], [2.5, 2.5]] None" in result.output, result.output
+
+
+@pytest.mark.parametrize("how", [("-w", "1", "-s", "1"), ("-w", "1", "--exchange", "ring")], ids=["servers", "ring"])
+def test_a_rule_that_needs_torch(without_torch: Any, how: tuple[str, ...]) -> None:
+    script = without_torch.script(SCRIPT.replace("RULE", '"NAdam"'))
+    result = without_torch.run("run", *how, script)
+    assert result.code != 0
+    assert "rule NAdam needs torch on the servers: pip install 'syncline[torch]'" in result.output, result.output
+    assert "without torch there are: Adagrad, Adam, AdamW, KerasAdagrad" in result.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import syncline.torch", 'import syncline\nsyncline.load_state_dict("x")'],
+    ids=["adapter", "weights"],
+)
+def test_what_needs_torch_says_so(without_torch: Any, text: str) -> None:
+    script = without_torch.script(text)
+    result = without_torch.finish(without_torch.start(script, program=()))
+    assert result.code != 0, result.output
+    assert "syncline.torch needs torch: pip install 'syncline[torch]'" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (("-w", "1", "-s", "1", "--server-device", "cuda"), "--server-device cuda: it needs torch"),
+        (("-w", "2", "--exchange", "ring", "--sums", "gloo"), "--sums gloo needs torch"),
+    ],
+    ids=["server-device", "sums"],
+)
+def test_options_that_need_torch(without_torch: Any, how: tuple[str, ...], message: str) -> None:
+    script = without_torch.script(SCRIPT.replace("RULE", '"SGD"'))
+    result = without_torch.run("run", *how, script)
+    assert result.code != 0 and message in result.output, result.output
+
+
+def test_in_a_ring_a_script_without_torch_does_not_load_it(commands: Any) -> None:
+    """torch is installed here, and servers of their own would use it."""
+    script = commands.script(SCRIPT.replace("RULE", '"Adam"'))
+    result = commands.run("run", "-w", "2", "--exchange", "ring", script)
+    assert result.code == 0 and result.output.count("[[2.5, 2.5], [2.5, 2.5]] None") == 2, result.output
