@@ -146,12 +146,12 @@ def ci(tmp_path):
 
 
 def test_ci_trains_with_each_framework_after_the_tests(ci):
-    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=tensorflow jax mixed ARGS=-m smoke"], "")
+    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=tensorflow jax mixed JOBS=0 ARGS=-m smoke"], "")
 
 
 def test_ci_skips_an_environment_that_cannot_be_installed_and_says_so(ci):
     code, calls, said = ci(MISSING="tensorflow mixed")
-    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax ARGS=-m smoke"])
+    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax JOBS=0 ARGS=-m smoke"])
     assert "SKIPPED the tests of tensorflow" in said and "SKIPPED the tests of mixed" in said
 
 
@@ -316,7 +316,7 @@ def test_keras_is_tested_with_the_backend_of_each_environment(framework_tree):
     lines = (framework_tree / "tested").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["tensorflow", "jax", "torch"]
     for line, last in zip(lines, ("tensorflow", "jax", "mixed"), strict=True):
-        assert line.endswith(f"tests/frameworks/keras tests/frameworks/{last} -k a b")
+        assert line.endswith(f"test_smoke.py tests/frameworks/keras tests/frameworks/{last} -k a b")
 
 
 def test_a_failure_with_one_framework_does_not_hide_another(framework_tree):

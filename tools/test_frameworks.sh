@@ -18,13 +18,13 @@ for name in $names; do
     jax) backend=jax parts="keras jax" ;;
     mixed) backend=torch parts="keras mixed" ;;
     esac
-    paths=""
+    paths="tests/frameworks/test_smoke.py"
     for part in $parts; do
-        [ -d "tests/frameworks/$part" ] && paths="$paths tests/frameworks/$part"
+        [ ! -d "tests/frameworks/$part" ] || paths="$paths tests/frameworks/$part"
     done
     venv=.venv-$name
     [ -z "${SYNCLINE_ENVIRONMENTS:-}" ] || venv=$SYNCLINE_ENVIRONMENTS/$name
-    echo "test-frameworks: $name$paths" >&2
+    echo "test-frameworks: $name: $paths" >&2
     code=0
     # Two at a time, as there are two cores at least; most tests wait for processes that start.
     # shellcheck disable=SC2086  # several words
