@@ -65,9 +65,8 @@ class HostOptimizer:
         prefix = free_prefix(job, named, prefix)
         self._memory = HostMemory(job, named, chosen, prefix)
         self.values = self._memory.values
-        self._buffers = _Buffers(job, buffers or {}, buffer_mode, prefix)
-        self.buffer_values = self._buffers.values
-        self._target = FlatTarget({self._memory.segment.index: self._memory.flat, **self._buffers.flats})
+        self._prefix = prefix
+        self.add_buffers(buffers or {}, buffer_mode)
         self._tickets: collections.deque[ServersTicket] = collections.deque()
         self._is_new = self.runs_on_worker  # `values` have changed, and the adapter was not told
         self._options = _CurrentOptions(self._memory, prefix) if not self.runs_on_worker else None
@@ -76,6 +75,13 @@ class HostOptimizer:
         self._since_pull = 0  # with --pull-every: pushes since the last new parameters
         self._local = _LocalSteps(job) if self.runs_on_worker else None
         self._see_to_hooks()
+
+    def add_buffers(self, buffers: Mapping[str, HostArray], buffer_mode: str = "chief") -> None:
+        """For an adapter that learns of its model's buffers later: registers them, once."""
+        self.buffer_mode = buffer_mode
+        self._buffers = _Buffers(self._job, buffers, buffer_mode, self._prefix)
+        self.buffer_values = self._buffers.values
+        self._target = FlatTarget({self._memory.segment.index: self._memory.flat, **self._buffers.flats})
 
     def _see_to_hooks(self) -> None:
         job, alive = self._job, weakref.ref(self)

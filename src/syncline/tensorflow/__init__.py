@@ -1,0 +1,1 @@
+"""Syncline for TensorFlow below Keras: loops with tf.GradientTape."""
