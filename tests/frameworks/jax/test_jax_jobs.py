@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 from typing import Any
 
 import numpy as np
@@ -152,3 +154,22 @@ def test_in_sync_parameters_equal_those_of_one_process_on_the_global_batch(
     with np.load(commands.folder / "job-sgd.npz") as sgd, np.load(commands.folder / "job-rule.npz") as rule:
         for key in sgd.files:  # the same optimizer on workers and on servers
             np.testing.assert_allclose(sgd[key], rule[key], rtol=2e-4, atol=2e-5, err_msg=key)
+
+
+def test_the_script_of_the_guide_trains_with_two_workers(commands: Any) -> None:
+    page = (pathlib.Path(__file__).parents[3] / "docs/guides/jax.md").read_text()
+    script = commands.script(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    done = commands.run("run", "-w", "2", "-s", "1", script)
+    assert done.code == 0, done.output
+    losses = re.findall(r"worker-\d: loss ([\d.]+)", done.output)
+    assert len(losses) == 2 and losses[0] == losses[1] and float(losses[0]) < 0.3, done.output
+
+
+def test_lenet_learns_with_two_workers(commands: Any) -> None:
+    example = str(pathlib.Path(__file__).parents[3] / "examples/jax_lenet.py")
+    done = commands.run("run", "-w", "2", "-s", "1", example, "--epochs", "1", "--samples", "6000")
+    assert done.code == 0, done.output
+    (accuracy,) = re.findall(r"test accuracy +([\d.]+)%", done.output)
+    assert float(accuracy) > 62, done.output
+    with np.load(next(commands.folder.glob("runs/*/model.npz"))) as model:
+        assert sum(array.size for array in model.values()) == 44_426
