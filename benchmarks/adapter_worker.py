@@ -57,6 +57,7 @@ def jax_steps(task: Task) -> Steps:
     import jax
     import jax.numpy as jnp
     import optax
+
     import syncline.jax
 
     x, y = _batch()
@@ -74,7 +75,8 @@ def jax_steps(task: Task) -> Steps:
 
     def steps(is_shared: bool) -> Repeated:
         sgd = optax.sgd(RATE)
-        transform = syncline.jax.distribute(sgd) if is_shared else sgd
+        shared = syncline.Rule("SGD", lr=RATE) if task.kind == "jax-rule" else sgd
+        transform = syncline.jax.distribute(shared) if is_shared else sgd
         now = [layers, transform.init(layers)]
 
         def step(layers: Any, state: Any) -> Any:
@@ -124,7 +126,7 @@ def keras_steps(task: Task) -> Steps:
     return steps(True), steps(False)
 
 
-STEPS = {"torch": torch_steps, "jax": jax_steps, "keras": keras_steps}
+STEPS = {"torch": torch_steps, "jax-rule": jax_steps, "jax-optax": jax_steps, "keras": keras_steps}
 
 
 def main(arguments: list[str]) -> None:

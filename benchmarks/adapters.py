@@ -52,10 +52,14 @@ def beside_torch(name: str, framework: str, *, environment: str, backend: str = 
         ours = side(framework, str(python), "ours", backend)
         return play(ours, side("torch", sys.executable, "reference", ""), longer)
 
-    title = {"keras": f"Keras on {backend}", "jax": "JAX, optax"}[framework]
+    titles = {
+        "keras": f"Keras on {backend}",
+        "jax-rule": "JAX, the rule on the server",
+        "jax-optax": "JAX, optax.sgd",
+    }
     return Row(
         name=name,
-        what=f"{title}: MLP {'-'.join(map(str, WIDTHS))} batch {BATCH_SIZE}, SGD, 2 workers sync: added to a step",
+        what=f"{titles[framework]}: MLP {'-'.join(map(str, WIDTHS))} batch {BATCH_SIZE}, SGD, 2 workers sync: added to a step",
         reference="the same with torch",
         reach=reach,
         measure=measure,

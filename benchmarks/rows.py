@@ -114,7 +114,7 @@ def _adapter_rows() -> list[Row]:
     backends, few = {"torch": "mixed", "jax": "mixed", "tensorflow": "tensorflow"}, _at_most(1.2)
     return [
         *(beside_torch(f"keras-{b}", "keras", environment=e, backend=b, reach=few) for b, e in backends.items()),
-        beside_torch("jax", "jax", environment="mixed", reach=few),
+        *(beside_torch(f"jax-{by}", f"jax-{by}", environment="mixed", reach=few) for by in ("rule", "optax")),
     ]
 
 

@@ -87,7 +87,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-sync": (2, 2),
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
-        **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax"], (2, 2)),
+        **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax-optax", "jax-rule"], (2, 2)),
         "mlp-ring": (2, 2),
         "mlp-early": (2, 2),
         "nccl-all": (2, 2),
@@ -148,9 +148,9 @@ def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides])
         assert ours._task.num_uncounted > window + 1 if window else ours._task.num_uncounted == 1
 
 
-def test_turns_on_a_gpu_are_longer(played: dict[str, Sides], fast: Effort):
+def test_turns_on_a_gpu_and_of_differences_are_longer(played: dict[str, Sides], fast: Effort):
     longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-"))}
+    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax"))}
 
 
 def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):

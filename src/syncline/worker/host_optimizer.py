@@ -68,9 +68,9 @@ class HostOptimizer:
         self._prefix = prefix
         self.add_buffers(buffers or {}, buffer_mode)
         self._tickets: collections.deque[ServersTicket] = collections.deque()
-        self._is_new = False  # `values` have changed, and the adapter was not told
+        self._is_new = self.runs_on_worker  # `values` have changed, and the adapter was not told
         self._options = _CurrentOptions(self._memory, prefix) if not self.runs_on_worker else None
-        self._taken = job.samples_taken  # at the last step
+        self._begin = StepBegin(job)
         self._nominal = NominalWeight(job)
         self._since_pull = 0  # with --pull-every: pushes since the last new parameters
         self._local = _LocalSteps(job) if self.runs_on_worker else None
@@ -127,7 +127,7 @@ class HostOptimizer:
         """
         if self._options is None:
             raise ConfigError("step(): the optimizer runs on the worker; give its result to local_step()")
-        weight = self._begin(weight)
+        weight = self._begin.begin(weight, id(self))
         self._options.set(options)
         if self._job.life.number > 1:
             self._job.uses_rates(self._options.rates)
@@ -155,18 +155,6 @@ class HostOptimizer:
         self._is_new = False
         self._job.leave_if_asked()
         return self.values
-
-    def _begin(self, weight: float | None) -> float:
-        """A step begins. Returns its weight."""
-        job = self._job
-        job.commits(id(self))
-        if not job.checkpoints.resume.is_over:
-            job.checkpoints.resume.begins_step()
-        taken, self._taken = job.samples_taken - self._taken, job.samples_taken
-        weight = float(max(taken, 0) or 1) if weight is None else float(weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
-        return weight
 
     def _clip(self, gradients: Mapping[str, HostArray], clip: float) -> None:
         factor = min(1.0, clip / (norm(gradients) + 1e-6))
@@ -201,7 +189,7 @@ class HostOptimizer:
         local = self._local
         if local is None:
             raise ConfigError("local_step(): the rule runs on the servers; give gradients to step()")
-        weight = self._begin(weight)
+        weight = self._begin.begin(weight, id(self))
         self._memory.check(parameters, "the value")
         if missing := self.values.keys() - parameters.keys():
             raise ConfigError(f"local_step() needs all parameters; {min(missing)!r} is missing")
@@ -281,6 +269,27 @@ class HostOptimizer:
         """The optimizer state on the servers, by parameter and key."""
         self._settle()
         return host_state.read(self._exchange, self._memory)
+
+
+class StepBegin:
+    """What every step begins with, and its weight."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._taken = job, job.samples_taken  # at the last step
+
+    def begin(self, weight: float | None, committer: int) -> float:
+        """The weight is by default the number of samples that a loader of ours has handed out since the last step,
+        else 1.
+        """
+        job = self._job
+        job.commits(committer)
+        if not job.checkpoints.resume.is_over:
+            job.checkpoints.resume.begins_step()
+        taken, self._taken = job.samples_taken - self._taken, job.samples_taken
+        weight = float(max(taken, 0) or 1) if weight is None else float(weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"weight = {weight}: it must be a number from 0 on")
+        return weight
 
 
 class _LocalSteps:

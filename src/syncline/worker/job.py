@@ -78,6 +78,7 @@ class Job:
         self.config: JobConfig = joined.config
         self.is_embedded = embedded  #: whether server and coordinator run in this process for this worker only
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
+        self.is_late = joined.late  #: whether the job was running when this worker joined
         self._me, self._link, self._handlers, self._say = me, link, handlers, say
         self._on_close = on_close
         self._closed = threading.Event()

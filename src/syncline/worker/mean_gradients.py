@@ -6,37 +6,46 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from syncline.config import JobConfig
 from syncline.core.policy import policy_of
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
 from syncline.worker.exchange.commit import Push
 from syncline.worker.exchange.targets import FlatTarget
 from syncline.worker.host_memory import HostArray, HostMemory
-from syncline.worker.host_optimizer import free_prefix
+from syncline.worker.host_optimizer import StepBegin, free_prefix
 from syncline.worker.job import Job
 
 REMEDY = "use the distributed optimizer of your framework, which works with every policy, or --policy sync"
+
+
+def check_rounds(config: JobConfig) -> None:
+    """Raises ConfigError where there is no mean gradient that all workers get."""
+    policy = policy_of(config)
+    if not policy.stands_still:
+        raise ConfigError(f"a mean gradient needs rounds of all workers, and --policy {policy} has none; {REMEDY}")
+    if config.steps_locally:
+        raise ConfigError(
+            f"a mean gradient is taken in every step, and --sync-every {config.sync_every} asks for local steps; "
+            "use the distributed optimizer of your framework, or leave --sync-every out"
+        )
+    if policy.aggregate is not None or policy.lr_per_worker:
+        said = f"--aggregate {config.aggregate}" if policy.aggregate is not None else "--lr-per-worker"
+        raise ConfigError(
+            f"{said} is for gradients that rules on the servers take; give the distributed optimizer of your "
+            "framework a syncline.Rule, or leave it out"
+        )
 
 
 class MeanGradients:
     """The weighted mean of the gradients of a round's workers, under the rule `Assign`."""
 
     def __init__(self, job: Job, like: Mapping[str, HostArray], prefix: str = "") -> None:
-        policy = policy_of(job.config)
-        if not policy.stands_still:
-            raise ConfigError(
-                f"a mean gradient needs rounds of all workers, and --policy {policy} has none; {REMEDY}"
-            )
-        if job.config.steps_locally:
-            raise ConfigError(
-                f"a mean gradient is taken in every step, and --sync-every {job.config.sync_every} asks for local "
-                "steps; use the distributed optimizer of your framework, or leave --sync-every out"
-            )
-        self._job = job
+        check_rounds(job.config)
+        self._job, self._begin = job, StepBegin(job)
         prefix = free_prefix(job, like, prefix or "gradients.")
         self._memory = HostMemory(job, {n: np.zeros_like(a) for n, a in like.items()}, Rule("Assign"), prefix)
         self._target = FlatTarget({self._memory.segment.index: self._memory.flat})
-        self._taken = job.samples_taken
 
     def mean(self, gradients: Mapping[str, HostArray], weight: float | None = None) -> dict[str, HostArray]:
         """The mean over the workers of this round. The next call overwrites the arrays. A missing name counts as 0.
@@ -44,11 +53,7 @@ class MeanGradients:
         `weight`: by default the samples that a loader of ours has handed out since the last call, else 1.
         """
         job, exchange, memory = self._job, self._job.exchange, self._memory
-        job.commits(id(self))
-        if not job.checkpoints.resume.is_over:
-            job.checkpoints.resume.begins_step()
-        taken, self._taken = job.samples_taken - self._taken, job.samples_taken
-        weight = float(max(taken, 0) or 1) if weight is None else float(weight)
+        weight = self._begin.begin(weight, id(self))
         memory.check(gradients, "a gradient")
         exchange.times.lap("compute")
         is_finite = memory.fill(gradients)
