@@ -52,14 +52,11 @@ def beside_torch(name: str, framework: str, *, environment: str, backend: str = 
         ours = side(framework, str(python), "ours", backend)
         return play(ours, side("torch", sys.executable, "reference", ""), longer)
 
-    titles = {
-        "keras": f"Keras on {backend}",
-        "jax-rule": "JAX, the rule on the server",
-        "jax-optax": "JAX, optax.sgd",
-    }
+    by_framework = {"keras": f"Keras on {backend}", "jax-rule": "JAX with a rule", "jax-optax": "JAX with optax.sgd"}
+    model = f"MLP {'-'.join(map(str, WIDTHS))} batch {BATCH_SIZE}, SGD"
     return Row(
         name=name,
-        what=f"{titles[framework]}: MLP {'-'.join(map(str, WIDTHS))} batch {BATCH_SIZE}, SGD, 2 workers sync: added to a step",
+        what=f"{by_framework[framework]}: {model}, 2 workers sync: time added to a step",
         reference="the same with torch",
         reach=reach,
         measure=measure,
