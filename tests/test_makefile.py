@@ -316,7 +316,7 @@ def test_keras_is_tested_with_the_backend_of_each_environment(framework_tree):
     lines = (framework_tree / "tested").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["tensorflow", "jax", "torch"]
     for line, last in zip(lines, ("tensorflow", "jax", "mixed"), strict=True):
-        assert line.endswith(f"test_readme.py tests/frameworks/keras tests/frameworks/{last} -k a b")
+        assert line.endswith(f"test_pages.py tests/frameworks/keras tests/frameworks/{last} -k a b")
 
 
 def test_a_failure_with_one_framework_does_not_hide_another(framework_tree):

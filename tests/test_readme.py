@@ -21,7 +21,7 @@ def test_it_opens_with_the_two_commands() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 16
 
 
-#: Of the others: tests/frameworks/test_readme.py.
+#: Of the others: tests/frameworks/test_pages.py.
 PLAIN = [number for number, block in enumerate(BLOCKS) if "import keras" not in block]
 
 
