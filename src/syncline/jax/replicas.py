@@ -67,12 +67,14 @@ class Replicas:
         if isinstance(is_behind, jax.core.Tracer):
             here = jax.lax.cond(is_behind, lambda: self._calls.call_traced(take, own), lambda: _plain(own))
         else:
+            is_behind = bool(is_behind)
             here = placed(take(), own) if is_behind else own
         at, inner = self._params.build(here[: len(old)]), self._state.build(here[len(old) :])
         updates, state = self._transform.update(self._params.build(mean), inner, at, **extra)
-        changes = self._params.leaves(updates, "updates")
-        ends = zip(here, changes, old, strict=False)
-        moved = [jax.numpy.where(is_behind, p + u - before, u) for p, u, before in ends]
+        if is_behind is False:
+            return updates, state
+        changes = zip(here, self._params.leaves(updates, "updates"), old, strict=False)
+        moved = [jax.numpy.where(is_behind, p + u - before, u) for p, u, before in changes]
         return self._params.build(moved), state
 
     def latest(self, params: Any, state: Any) -> tuple[Any, Any]:
