@@ -10,7 +10,7 @@ from syncline.data import ArraySource, batches, fashion_mnist
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--batch-size", type=int, default=64, help="of each worker")
-parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--lr", type=float, default=0.02)
 parser.add_argument("--samples", type=int, default=60_000, help="of the training set")
 args = parser.parse_args()
 
@@ -28,7 +28,7 @@ for _ in range(args.epochs):
         p /= p.sum(1, keepdims=True)
         p[np.arange(len(y)), y] -= 1  # the gradient of the cross entropy, by score
         grads = {"w": x.T @ p / len(y), "b": p.mean(0)}
-        params = job.kv.push_pull(grads, weight=len(y)).wait()
+        params = job.kv.push_pull(grads, weight=len(y) / args.batch_size).wait()  # a short batch counts less
 
 job.barrier("trained")
 params = job.kv.pull()

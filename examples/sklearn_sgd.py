@@ -19,7 +19,7 @@ parser.add_argument("--samples", type=int, default=60_000, help="of the training
 args = parser.parse_args()
 
 job = syncline.init()
-model = SGDClassifier(loss="log_loss", alpha=1e-4, learning_rate="constant", eta0=0.01, random_state=0)
+model = SGDClassifier(loss="log_loss", alpha=1e-4, learning_rate="constant", eta0=0.001, random_state=0)
 classes = np.arange(10)
 model.partial_fit(np.zeros((10, 784)), classes, classes)  # makes coef_ and intercept_
 first = {"coef": np.zeros_like(model.coef_), "intercept": np.zeros_like(model.intercept_)}
@@ -32,7 +32,7 @@ for _ in range(args.epochs):
         model.coef_, model.intercept_ = params["coef"].copy(), params["intercept"].copy()
         model.partial_fit(x / 255, y)
         change = {"coef": model.coef_ - params["coef"], "intercept": model.intercept_ - params["intercept"]}
-        params = job.kv.push_pull(change, weight=len(y)).wait()
+        params = job.kv.push_pull(change, weight=len(y) / args.batch_size).wait()
 
 job.barrier("trained")
 params = job.kv.pull()

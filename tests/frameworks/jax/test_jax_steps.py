@@ -143,8 +143,12 @@ def test_a_train_state_of_flax_takes_the_transform() -> None:
         assert int(state.step) == 5 and losses[-1] < losses[0] / 2
 
 
-def test_the_next_batch_waits_for_the_compiled_step() -> None:
-    """Its commit acknowledges the samples of its own batch only, and its weight is their number."""
+def test_the_next_batch_waits_for_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commit acknowledges the samples of its own batch only, and its weight is their number. A GPU computes while
+    the script goes on; a CPU does not, so what is seen here is that the loop waits for callbacks."""
+    waits: list[int] = []
+    barrier = jax.effects_barrier
+    monkeypatch.setattr(jax, "effects_barrier", lambda: (barrier(), waits.append(jobs[0].own_step)))
     with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
         job = jobs[0]
         tx = syncline.jax.distribute(optax.sgd(0.1))
@@ -160,7 +164,7 @@ def test_the_next_batch_waits_for_the_compiled_step() -> None:
         for (x,) in batches(ArraySource(np.arange(24, dtype=np.float32)), 4):
             steps.append(job.own_step)
             params, state = step(params, state, x)
-        assert steps == [0, 1, 2, 3, 4, 5]
+        assert steps == [0, 1, 2, 3, 4, 5] and set(waits) == {0, 1, 2, 3, 4, 5, 6}
 
 
 def test_a_worker_that_is_asked_to_leave_ends_in_its_own_thread() -> None:
