@@ -139,10 +139,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
             return
         if self._job.is_chief and values:
             self._job.measures.report_whole(values)
-        turn = self._dataset.epoch + 1 if self._dataset is not None else None
-        found = self._job.merge(
-            f"keras rules {self._name}", {"stops": (float(self._job.should_stop), 1.0)}, turn=turn
-        )
+        found = self._meet("rules", {"stops": (float(self._job.should_stop), 1.0)})
         if found.get("stops", 0.0) > 0 or self._job.should_stop:
             self.model.stop_training = self._has_ended = True
 

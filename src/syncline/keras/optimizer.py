@@ -87,11 +87,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
             if backend.is_in_xla():
                 steps.wait_for_callback()
                 return
-            values = [variable.value for variable in steps.variables]
+            values = [_value(variable) for variable in steps.variables]
             steps.take(backend.call_out(steps.local_step, [*values, *steps.buffers()], steps.variables))
             return
         gradients = [backend.dense(gradient) for gradient, _ in pairs]
-        names = [steps.name_of(variable) for _, variable in pairs]
+        names = [steps.name_at(self._get_variable_index(variable)) for _, variable in pairs]
         rate = keras.ops.cast(inner.learning_rate, "float32")
         if backend.is_in_xla():
             steps.keep(names, gradients, rate)
@@ -149,8 +149,7 @@ class _Steps:
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
         """Registers the variables, and gives them the job's values."""
         self.variables = list(variables)
-        self._names = _names(self.variables)
-        self._by_id = {id(_plain(v)): name for name, v in zip(self._names, self.variables, strict=True)}
+        self._names = names_of(self.variables)
         named = dict(zip(self._names, self.variables, strict=True))
         self._inner = inner
         self._num_steps, self._given_rate = 0, self.rate_now()
@@ -178,7 +177,7 @@ class _Steps:
         """Variables of the model that are not trained, once: they get the chief's values."""
         if self._buffer_variables or not variables:
             return
-        self._buffer_variables = dict(zip(_names(variables), variables, strict=True))
+        self._buffer_variables = dict(zip(names_of(variables), variables, strict=True))
         arrays = {name: to_host(variable) for name, variable in self._buffer_variables.items()}
         self.host.add_buffers(arrays, mode)
         self.take_buffers()
@@ -197,8 +196,8 @@ class _Steps:
     def runs_on_worker(self) -> bool:
         return self.host.runs_on_worker
 
-    def name_of(self, variable: Any) -> str:
-        return self._by_id[id(_plain(variable))]
+    def name_at(self, index: int) -> str:
+        return self._names[index]
 
     # -- the exchange -------------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class _Steps:
         """Buffers that travel with the step, where it can see them; Keras on JAX hands them over later."""
         if keras.backend.backend() == "jax":
             return []
-        return [variable.value for variable in self._buffer_variables.values()]
+        return [_value(variable) for variable in self._buffer_variables.values()]
 
     def exchange_of(self, names: Sequence[str]) -> Callable[[list[Any]], list[Any]]:
         """For gradients of these variables: what a step calls out to, with the learning rate and buffers behind."""
@@ -381,16 +380,11 @@ class _Steps:
             ) from error
 
 
-def _plain(variable: Any) -> Any:
-    """TensorFlow's trainer may hand over its own variable in place of Keras'."""
-    return (
-        variable.value
-        if isinstance(variable, keras.Variable) and keras.backend.backend() == "tensorflow"
-        else variable
-    )
+def _value(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _names(variables: Sequence[Any]) -> list[str]:
+def names_of(variables: Sequence[Any]) -> list[str]:
     """Unique names: Keras' paths, numbered where two are equal."""
     found: dict[str, int] = {}
     names = []
@@ -430,6 +424,7 @@ def _check_types(variables: Sequence[Any]) -> None:
         kind = keras.backend.standardize_dtype(variable.dtype)
         if kind not in ("float32", "float64"):
             raise ConfigError(
-                f"DistributedOptimizer: {variable.path} is {kind}, and parameters on servers must be float32 or "
-                'float64; with the policy "mixed_bfloat16" variables are float32 and layers compute in bfloat16'
+                f"DistributedOptimizer: {getattr(variable, 'path', variable.name)} is {kind}, and parameters on "
+                'servers must be float32 or float64; with the policy "mixed_bfloat16" variables are float32 and '
+                "layers compute in bfloat16"
             )
