@@ -146,13 +146,20 @@ def ci(tmp_path):
 
 
 def test_ci_trains_with_each_framework_after_the_tests(ci):
-    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=tensorflow jax mixed JOBS=0 ARGS=-m smoke"], "")
+    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=jax tensorflow mixed JOBS=0 ARGS=-m smoke"], "")
 
 
 def test_ci_skips_an_environment_that_cannot_be_installed_and_says_so(ci):
     code, calls, said = ci(MISSING="tensorflow mixed")
     assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax JOBS=0 ARGS=-m smoke"])
     assert "SKIPPED the tests of tensorflow" in said and "SKIPPED the tests of mixed" in said
+
+
+def test_ci_does_not_wait_long_for_a_download(ci, tmp_path):
+    executable(tmp_path / "tools" / "setup_frameworks.sh", '[ "$1" != tensorflow ] || sleep 600')
+    code, calls, said = ci(FRAMEWORKS_SECONDS="0")
+    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax mixed JOBS=0 ARGS=-m smoke"])
+    assert said.count("SKIPPED") == 1
 
 
 def test_ci_without_any_environment_ends_well_if_the_tests_did(ci):
@@ -316,7 +323,7 @@ def test_keras_is_tested_with_the_backend_of_each_environment(framework_tree):
     lines = (framework_tree / "tested").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["tensorflow", "jax", "torch"]
     for line, last in zip(lines, ("tensorflow", "jax", "mixed"), strict=True):
-        assert line.endswith(f"test_smoke.py tests/frameworks/keras tests/frameworks/{last} -k a b")
+        assert line.endswith(f"test_pages.py tests/frameworks/keras tests/frameworks/{last} -k a b")
 
 
 def test_a_failure_with_one_framework_does_not_hide_another(framework_tree):

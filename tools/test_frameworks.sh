@@ -18,7 +18,7 @@ for name in $names; do
     jax) backend=jax parts="keras jax" ;;
     mixed) backend=torch parts="keras mixed" ;;
     esac
-    paths="tests/frameworks/test_smoke.py"
+    paths="tests/frameworks/test_smoke.py tests/frameworks/test_pages.py"
     for part in $parts; do
         [ ! -d "tests/frameworks/$part" ] || paths="$paths tests/frameworks/$part"
     done

@@ -44,7 +44,7 @@ import syncline.jax
 
 weights = jnp.zeros(2)
 transform = syncline.jax.distribute(optax.adam(0.05))
-state = transform.init(weights)
+weights, state = transform.latest(weights, transform.init(weights))
 
 @jax.jit
 def step(weights, state, x, y):
@@ -58,6 +58,7 @@ losses = []
 for _ in range(40):
     weights, state, value = step(weights, state, x[job.rank :: 2], y[job.rank :: 2])
     losses.append(float(value))
+weights, state = transform.latest(weights, state)
 weights = np.asarray(weights)
 """
 
@@ -68,7 +69,7 @@ job.close()
 """
 
 SCRIPTS = {"keras": KERAS, "jax": JAX}
-NEEDS = {"keras": ["keras"], "jax": ["optax", "syncline.jax"]}
+NEEDS = {"keras": ["keras"], "jax": ["optax"]}
 
 
 def _cases() -> list[object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -33,6 +35,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._taken = 0  # samples at the start of the epoch
         self._is_training = False  # in the batches of an epoch: the next metrics that Keras asks for are the epoch's
         self._is_validating = False  # by `fit` itself
+        self._epoch, self._has_ended = 0, False
 
     # -- the beginning ------------------------------------------------------------------------------------
 
@@ -49,7 +52,9 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(self, logs: Any = None) -> None:
         model, steps = self.model, self._checked().steps
         steps.add_buffers(_buffers_of(model), self.model.optimizer.buffer_mode)
-        steps.callback = self
+        steps.callback, self._has_ended = self, False
+        if self._dataset is not None:
+            self._dataset.is_stopped = False
         _save_by_chief(model, self._job)
         _Merging.install(model, self)
         if self._dataset is not None:
@@ -85,8 +90,33 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     # -- epochs -------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._taken, self._is_training = self._job.samples_taken, True
+        self._epoch, self._taken, self._is_training = epoch, self._job.samples_taken, True
         self.model.optimizer.steps.take_new()
+        self._agree(stops=False)
+
+    def _agree(self, *, stops: bool) -> None:
+        """Before an epoch: all go on with the chief's learning rate, or end if one of them has ended. A worker that
+        started again has callbacks without a history, which decide otherwise than those of the rest.
+        """
+        steps = self.model.optimizer.steps
+        own = {"stops": (float(stops), 1.0)}
+        if self._job.is_chief and (rate := steps.rate_now()):
+            own["rate"] = (rate, 1.0)
+        found = self._meet("epoch", own, self._dataset.upcoming if self._dataset is not None else 0)
+        if rate := found.get("rate", 0.0):
+            steps.set_rate(rate)
+        if found.get("stops", 0.0) > 0 and not stops:
+            self.model.stop_training = self._has_ended = True
+            self._is_training = False
+            if self._dataset is not None:
+                self._dataset.is_stopped = True
+
+    def _meet(self, what: str, values: dict[str, tuple[float, float]], epoch: int | None = None) -> dict[str, float]:
+        """All workers come here in an epoch; a worker that starts again skips some."""
+        data = self._dataset
+        if data is None:
+            return self._job.merge(f"keras {what}", values)
+        return self._job.merge(f"keras {what} {data.name}", values, turn=1 + (data.epoch if epoch is None else epoch))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         steps = self.model.optimizer.steps
@@ -105,12 +135,17 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: value for name, value in (logs or {}).items() if METRIC.fullmatch(name)}
+        if self._has_ended:
+            return
         if self._job.is_chief and values:
             self._job.measures.report_whole(values)
-        if self._job.should_stop:
-            self.model.stop_training = True
+        found = self._meet("rules", {"stops": (float(self._job.should_stop), 1.0)})
+        if found.get("stops", 0.0) > 0 or self._job.should_stop:
+            self.model.stop_training = self._has_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
+        if self.model.stop_training and not self._has_ended and self._epoch + 1 < self._num_epochs:
+            self._agree(stops=True)
         _Merging.remove(self.model)
         self.model.optimizer.steps.callback = None
         self.model._initial_epoch = None
@@ -120,6 +155,8 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def merged(self, logs: dict[str, Any]) -> dict[str, Any]:
         """At the end of an epoch's batches, and of its validation: the metrics of all workers."""
+        if self._has_ended:
+            return logs
         if self._is_validating:
             return self._together("validation", logs, 1.0)
         if not self._is_training:
@@ -132,10 +169,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def _together(self, what: str, logs: dict[str, Any], weight: float) -> dict[str, Any]:
         numbers = {name: value for name, value in logs.items() if np.ndim(value) == 0}
         values = {name: (float(value), weight) for name, value in numbers.items()}
-        if self._dataset is None:
-            found = self._job.merge(f"keras {what}", values)
-        else:  # a restarted worker skips epochs
-            found = self._job.merge(f"keras {what} {self._dataset.name}", values, turn=self._dataset.epoch + 1)
+        found = self._meet(what, values)
         return {**logs, **{name: value for name, value in found.items() if name in numbers}}
 
 
@@ -177,12 +211,35 @@ def _save_by_chief(model: Any, job: Job) -> None:
         write = getattr(type(model), name)
 
         def save(*args: Any, **kwargs: Any) -> Any:
-            return write(model, *args, **kwargs) if job.is_chief else None
+            if not job.is_chief:
+                return None
+            with _as_plain(model):
+                return write(model, *args, **kwargs)
 
         return save
 
     for name in ("save", "save_weights", "export"):
         object.__setattr__(model, name, by_chief(name))
+
+
+@contextlib.contextmanager
+def _as_plain(model: Any) -> Iterator[None]:
+    """The model as without Syncline, so that every Keras loads the file."""
+    optimizer: Any = model.optimizer
+    compiled: Any = getattr(getattr(model, "_compile_config", None), "config", {})
+    if not isinstance(optimizer, DistributedOptimizer):
+        yield
+        return
+    given = compiled.get("optimizer")
+    try:
+        model.optimizer = optimizer.inner_optimizer
+        if given is optimizer:
+            compiled["optimizer"] = optimizer.inner_optimizer
+        yield
+    finally:
+        model.optimizer = optimizer
+        if given is optimizer:
+            compiled["optimizer"] = given
 
 
 def _buffers_of(model: Any) -> list[Any]:

@@ -115,27 +115,34 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         self._job = current_job()
         self.name = self._job.samples.name_loader(name) if training else name
         self._next_epoch = self.epoch = 0  #: `epoch`: the job's number of the epoch that is read
+        self.is_stopped = False  #: another worker has ended `fit`: there are no more batches
         self._begun: Loop | None = None  # over the next epoch, opened before `fit` reads it
         self._quiet: Any = None
+        # Keras asks for the number of batches, may read one to see its shapes, ends the epoch, and then begins.
+        self._is_probed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """For a loop of your own: the batches of this worker's next epoch."""
+        return self.iterator("", StopIteration())
+
+    def iterator(self, reader: str, end: Exception) -> Iterator[Any]:
+        """`end`: raised when the epoch has no more batches."""
+        if not self._training:
+            return self._read_all(end)
+        if reader and self._is_probed:
+            return iter([self.read(np.arange(min(self._batch_size, len(self._source)), dtype=np.int64))])
+        leave(self._job)
+        found = _passes[self._job] = Pass(self, self._open(), reader, end)
+        self.epoch = found.epoch
+        return found
 
     # -- as Keras reads it --------------------------------------------------------------------------------
 
-    def _iterator(self) -> Iterator[Any]:
-        if not self._training:
-            return self._read_all()
-        found = _passes.get(self._job)
-        if found is None or found.dataset is not self or found.has_begun:
-            if found is not None:
-                found.leave()
-            found = _passes[self._job] = Pass(self, self._open())
-            self.epoch = found.epoch
-        return found.again()
-
     def get_numpy_iterator(self) -> Iterator[Any]:
-        return self._iterator()
+        return self.iterator("fit", StopIteration())
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        return self._iterator()
+        return self.iterator("fit", StopIteration())
 
     def get_torch_dataloader(self) -> Any:
         return _Each(self)
@@ -148,7 +155,13 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         most = -(-len(self._source) // self._batch_size)
         if not self._training:
             return most if not self._drop_last else len(self._source) // self._batch_size
-        return NumBatches(len(self._source) + 1, max(1, -(-most // self._job.world_size)), self)
+        self._is_probed = True
+        return NumBatches(len(self._source) + 1, self._expected, self)
+
+    @property
+    def _expected(self) -> int:
+        """About the number of this worker's batches in an epoch."""
+        return max(1, -(-len(self._source) // (self._batch_size * self._job.world_size)))
 
     @property
     def batch_size(self) -> int:
@@ -164,6 +177,7 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
 
     def on_epoch_end(self) -> None:
         """Keras warns at the end of each epoch that the data has ended, which is as it should be."""
+        self._is_probed = False
         quiet, self._quiet = self._quiet, None
         if quiet is not None:
             quiet.__exit__(None, None, None)
@@ -176,6 +190,11 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
             warnings.filterwarnings("ignore", message="Your input ran out of data")
 
     # -- epochs -------------------------------------------------------------------------------------------
+
+    @property
+    def upcoming(self) -> int:
+        """The number of the epoch that is read next."""
+        return self._next_epoch if self._begun is None else self._next_epoch - 1
 
     @property
     def seed(self) -> int:
@@ -192,7 +211,7 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         job.samples.batch_size = self._batch_size
         loader = Loader(size, self._batch_size, self._drop_last)
         loop = Loop(job, self.name, epoch, loader, self.seed if self._shuffle else None)
-        job.samples.begin_epoch(epoch, self.num_batches.expected)
+        job.samples.begin_epoch(epoch, self._expected)
         return loop
 
     def skip_finished(self, num_epochs: int) -> int:
@@ -233,11 +252,11 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         arrays = tuple(array.astype(kind, copy=False) if array.dtype.kind == "f" else array for array in batch)
         return backends.current().batch(arrays)
 
-    def _read_all(self) -> Iterator[Any]:
+    def _read_all(self, end: Exception) -> Iterator[Any]:
         for batch in batches(self._source, self._batch_size, epoch=0, drop_last=self._drop_last, alone=True):
             yield self._prepared(batch)
-        if keras.backend.backend() == "tensorflow":
-            raise backends.current().end_of_data()
+        if not isinstance(end, StopIteration):
+            raise end
 
 
 class _Each:
@@ -247,29 +266,20 @@ class _Each:
         self._dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        return self._dataset._iterator()
+        return self._dataset.iterator("fit", backends.current().end_of_data())
 
 
 class Pass:
-    """One epoch of a dataset in this worker.
+    """One epoch of a dataset in this worker. Keras may read ahead of its steps."""
 
-    Keras reads one batch before `fit` begins, to see its shapes, and then starts over: until a step has used a batch,
-    a new iterator begins with those that were read.
-    """
-
-    def __init__(self, dataset: Dataset, loop: Loop) -> None:
+    def __init__(self, dataset: Dataset, loop: Loop, reader: str, end: Exception) -> None:
         self.dataset, self._loop = dataset, loop
+        self.reader, self._end_of_data = reader, end  #: `reader`: "fit", or empty for a loop of the script
         self.epoch, self._numbers = loop.reading.epoch, dataset.numbers(loop)
-        self._read: collections.deque[Any] = collections.deque()  # batches that no step has used
-        self._given = 0  # of them
+        self._ahead: collections.deque[bool] = collections.deque()  # read, and in no step yet: whether it is leased
+        self._last: Any = None  # the last batch
         self._is_entered = self._is_over = False
-        self.has_begun = False  #: a step has used a batch
         self.failure: BaseException | None = None  #: of a step, to be raised in the script's thread
-
-    def again(self) -> Iterator[Any]:
-        """An iterator from the first batch that no step has used."""
-        self._given = 0
-        return self
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -279,17 +289,24 @@ class Pass:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
-        if self._given == len(self._read) and not self._read_next():
-            self.dataset.be_quiet()
-            raise backends.current().end_of_data()
-        self._given += 1
-        return self._read[self._given - 1]
+        samples = self._next_samples()
+        if samples is not None:
+            self._last = self.dataset.read(samples)
+        elif not any(self._ahead):
+            self._end(None)
+            if self.reader:
+                self.dataset.be_quiet()
+            raise self._end_of_data
+        # Else there may be more when the steps of the batches that were read ahead are made, and not before: the last
+        # batch comes again, in a step without weight.
+        self._ahead.append(samples is not None)
+        return self._last
 
-    def _read_next(self) -> bool:
-        """Whether there is another batch."""
-        if self._is_over:
-            return False
-        if len(self._read) >= _MOST_AHEAD:
+    def _next_samples(self) -> Any:
+        """Of the next batch; None: there is none."""
+        if self._is_over or self.dataset.is_stopped:
+            return None
+        if len(self._ahead) >= _MOST_AHEAD:
             raise ConfigError(
                 "this dataset was read without a step of a syncline.keras.DistributedOptimizer. For validation_data, "
                 "evaluate and predict give dataset(…, training=False); to train, compile the model with "
@@ -298,22 +315,16 @@ class Pass:
         if not self._is_entered:
             self._is_entered = True
             self._loop.__enter__()
-        elif not self._read:
+        elif not any(self._ahead):
             self._loop.comes_back()
-        samples = None if self._loop.is_over else self._numbers.next()
-        if samples is None:
-            self._end(None)
-            return False
-        self._read.append(self.dataset.read(samples))
-        return True
+        return None if self._loop.is_over else self._numbers.next()
 
-    def hand_out(self) -> None:
-        """A step uses the oldest batch."""
-        if self._read:
+    def hand_out(self) -> float | None:
+        """A step uses the oldest batch. Returns the step's weight; None: by its samples."""
+        if self._ahead and self._ahead.popleft():
             self._loop.hand_out()
-            self._read.popleft()
-            self._given = max(0, self._given - 1)
-            self.has_begun = True
+            return None
+        return 0.0
 
     @property
     def is_open(self) -> bool:
@@ -325,27 +336,28 @@ class Pass:
             self._end(GeneratorExit)
 
     def _end(self, kind: type[BaseException] | None) -> None:
-        self._is_over = self.has_begun = True
-        if self._is_entered:
+        was_over, self._is_over = self._is_over, True
+        if self._is_entered and not was_over:
             self._loop.__exit__(kind, None, None)
 
 
-def hand_out(job: Job) -> None:
-    """A step begins: its batch counts with it. Without our dataset there is nothing to hand out."""
+def hand_out(job: Job) -> float | None:
+    """A step begins: its batch counts with it. Returns the step's weight; None: by its samples."""
     found = _passes.get(job)
     if found is not None and found.is_open:
-        found.hand_out()
-    elif job.world_size > 1 and not job.exchange.lease_acks.has_position:
+        return found.hand_out()
+    if job.world_size > 1 and not job.exchange.lease_acks.has_position:
         job.notice(
             "fit was given data that is not shared among the workers: every worker trains on all of it. Give "
             "syncline.keras.dataset((x, y), batch_size) to fit, and each sample is trained on once in an epoch"
         )
+    return None
 
 
-def is_read(job: Job) -> bool:
-    """Whether an epoch of a dataset is being read."""
+def is_read(job: Job) -> str:
+    """What reads an epoch of a dataset now: `fit`, or a `loop` of the script; empty: nothing."""
     found = _passes.get(job)
-    return found is not None and found.is_open
+    return (found.reader or "loop") if found is not None and found.is_open else ""
 
 
 def failed(job: Job, error: BaseException) -> None:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from syncline.core.rule import Rule
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, StoreError
 from syncline.keras import backends, data
 from syncline.keras.backends import to_host
 from syncline.keras.rules import rules_of, why_on_worker
@@ -87,11 +87,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
             if backend.is_in_xla():
                 steps.wait_for_callback()
                 return
-            values = [variable.value for variable in steps.variables]
+            values = [_value(variable) for variable in steps.variables]
             steps.take(backend.call_out(steps.local_step, [*values, *steps.buffers()], steps.variables))
             return
         gradients = [backend.dense(gradient) for gradient, _ in pairs]
-        names = [steps.name_of(variable) for _, variable in pairs]
+        names = [steps.name_at(self._get_variable_index(variable)) for _, variable in pairs]
         rate = keras.ops.cast(inner.learning_rate, "float32")
         if backend.is_in_xla():
             steps.keep(names, gradients, rate)
@@ -149,10 +149,11 @@ class _Steps:
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
         """Registers the variables, and gives them the job's values."""
         self.variables = list(variables)
-        self._names = _names(self.variables)
-        self._by_id = {id(_plain(v)): name for name, v in zip(self._names, self.variables, strict=True)}
+        self._names = names_of(self.variables)
         named = dict(zip(self._names, self.variables, strict=True))
         self._inner = inner
+        self._num_steps, self._given_rate = 0, self.rate_now()
+        self._last_rate = self._given_rate
         rules: dict[str, Rule] | None = None
         if not reason:
             rules = rules_of(inner, named, self._rate())
@@ -169,12 +170,14 @@ class _Steps:
         take = lambda: own._remembered() if (own := alive()) is not None else None  # noqa: E731
         put_back = lambda saved: own._put_back(saved) if (own := alive()) is not None else None  # noqa: E731
         self.job.state.add_part(f"keras optimizer {self._names[0]}", Part(take, put_back))
+        if keras.backend.backend() != "jax":  # whose variables have no values inside of an epoch
+            self.job.after_wait(lambda: own.take_new() if (own := alive()) is not None else None)
 
     def add_buffers(self, variables: Sequence[Any], mode: str) -> None:
         """Variables of the model that are not trained, once: they get the chief's values."""
         if self._buffer_variables or not variables:
             return
-        self._buffer_variables = dict(zip(_names(variables), variables, strict=True))
+        self._buffer_variables = dict(zip(names_of(variables), variables, strict=True))
         arrays = {name: to_host(variable) for name, variable in self._buffer_variables.items()}
         self.host.add_buffers(arrays, mode)
         self.take_buffers()
@@ -193,8 +196,8 @@ class _Steps:
     def runs_on_worker(self) -> bool:
         return self.host.runs_on_worker
 
-    def name_of(self, variable: Any) -> str:
-        return self._by_id[id(_plain(variable))]
+    def name_at(self, index: int) -> str:
+        return self._names[index]
 
     # -- the exchange -------------------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class _Steps:
         """Buffers that travel with the step, where it can see them; Keras on JAX hands them over later."""
         if keras.backend.backend() == "jax":
             return []
-        return [variable.value for variable in self._buffer_variables.values()]
+        return [_value(variable) for variable in self._buffer_variables.values()]
 
     def exchange_of(self, names: Sequence[str]) -> Callable[[list[Any]], list[Any]]:
         """For gradients of these variables: what a step calls out to, with the learning rate and buffers behind."""
@@ -212,8 +215,10 @@ class _Steps:
             buffers = self._buffers_in(arrays[len(names) + 1 :])
 
             def step() -> Mapping[str, Any]:
-                data.hand_out(self.job)
-                return self.host.step(gradients, options={"lr": rate}, buffers=buffers)
+                weight = data.hand_out(self.job)
+                self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
+                self._mind_callback()
+                return self.host.step(gradients, options={"lr": rate}, weight=weight, buffers=buffers)
 
             return self._guarded(step)
 
@@ -225,11 +230,21 @@ class _Steps:
         buffers = self._buffers_in(arrays[len(self._names) :])
 
         def step() -> Mapping[str, Any]:
-            data.hand_out(self.job)
-            found = self.host.local_step(own, buffers=buffers)
+            weight = data.hand_out(self.job)
+            self._num_steps += 1
+            self._mind_callback()
+            found = self.host.local_step(own, weight=weight, buffers=buffers)
             return own if found is None else found
 
         return self._guarded(step)
+
+    def _mind_callback(self) -> None:
+        if self.callback is None and self.job.world_size > 1 and data.is_read(self.job) == "fit":
+            self.job.notice(
+                "fit runs without syncline.keras.Callback(): metrics are each worker's own, so EarlyStopping and the "
+                "like may decide differently, every worker writes checkpoints, stop rules do not end fit, and a "
+                "worker that starts again repeats epochs. Give fit(callbacks=[syncline.keras.Callback(), …])"
+            )
 
     def _buffers_in(self, arrays: Sequence[Any]) -> dict[str, Any] | None:
         if not self._buffer_variables:
@@ -323,23 +338,53 @@ class _Steps:
     def _rate(self) -> float:
         return float(to_host(self._inner.learning_rate))
 
+    @property
+    def _has_schedule(self) -> bool:
+        return not isinstance(self._inner._learning_rate, keras.Variable)
+
+    def rate_now(self) -> float:
+        """The learning rate that a script has set; 0: a schedule sets it."""
+        return 0.0 if self._has_schedule else self._rate()
+
+    def set_rate(self, rate: float) -> None:
+        """The job's learning rate, as the chief has it."""
+        if not self._has_schedule and not np.isclose(self._rate(), rate, rtol=1e-6, atol=0.0):
+            self._inner.learning_rate = rate
+
     def _remembered(self) -> dict[str, Any]:
-        return {}
+        """The count of steps, for schedules; the learning rate; with an optimizer on the worker, its state."""
+        found: dict[str, Any] = {"num_steps": self._num_steps, "given": self._given_rate}
+        if keras.backend.backend() == "jax":  # whose variables have no values inside of an epoch
+            return {**found, "rate": self._last_rate}
+        state = [to_host(variable) for variable in self._inner.variables] if self.runs_on_worker else []
+        return {**found, "rate": self.rate_now(), "state": state}
 
     def _put_back(self, saved: Any) -> None:
-        pass
+        try:
+            state, own = saved.get("state", []), self._inner.variables
+            if len(state) == len(own) and self.runs_on_worker:
+                for variable, value in zip(own, state, strict=True):
+                    variable.assign(value)
+            self._num_steps = int(saved["num_steps"])
+            self._inner._iterations.assign(self._num_steps)
+            if saved["given"] != self._given_rate:
+                self.job.notice(
+                    f"learning_rate = {self._given_rate} is set by the script; it was {saved['given']} when saved"
+                )
+            elif saved["rate"]:
+                self.set_rate(float(saved["rate"]))
+            self.job.state.num_loaded += 1
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"what was saved of the optimizer does not fit this one: {error}; use --fresh"
+            ) from error
 
 
-def _plain(variable: Any) -> Any:
-    """TensorFlow's trainer may hand over its own variable in place of Keras'."""
-    return (
-        variable.value
-        if isinstance(variable, keras.Variable) and keras.backend.backend() == "tensorflow"
-        else variable
-    )
+def _value(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _names(variables: Sequence[Any]) -> list[str]:
+def names_of(variables: Sequence[Any]) -> list[str]:
     """Unique names: Keras' paths, numbered where two are equal."""
     found: dict[str, int] = {}
     names = []
@@ -379,6 +424,7 @@ def _check_types(variables: Sequence[Any]) -> None:
         kind = keras.backend.standardize_dtype(variable.dtype)
         if kind not in ("float32", "float64"):
             raise ConfigError(
-                f"DistributedOptimizer: {variable.path} is {kind}, and parameters on servers must be float32 or "
-                'float64; with the policy "mixed_bfloat16" variables are float32 and layers compute in bfloat16'
+                f"DistributedOptimizer: {getattr(variable, 'path', variable.name)} is {kind}, and parameters on "
+                'servers must be float32 or float64; with the policy "mixed_bfloat16" variables are float32 and '
+                "layers compute in bfloat16"
             )

@@ -156,15 +156,6 @@ def test_in_sync_parameters_equal_those_of_one_process_on_the_global_batch(
             np.testing.assert_allclose(sgd[key], rule[key], rtol=2e-4, atol=2e-5, err_msg=key)
 
 
-def test_the_script_of_the_guide_trains_with_two_workers(commands: Any) -> None:
-    page = (pathlib.Path(__file__).parents[3] / "docs/guides/jax.md").read_text()
-    script = commands.script(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    done = commands.run("run", "-w", "2", "-s", "1", script)
-    assert done.code == 0, done.output
-    losses = re.findall(r"worker-\d: loss ([\d.]+)", done.output)
-    assert len(losses) == 2 and losses[0] == losses[1] and float(losses[0]) < 0.3, done.output
-
-
 def test_lenet_learns_with_two_workers(commands: Any) -> None:
     example = str(pathlib.Path(__file__).parents[3] / "examples/jax_lenet.py")
     done = commands.run("run", "-w", "2", "-s", "1", example, "--epochs", "1", "--samples", "6000")
