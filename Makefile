@@ -5,6 +5,8 @@ BIN := .venv/bin
 ARGS ?=
 BASE ?=
 ROWS ?=
+DATA ?= fashion-mnist
+FRAMEWORKS ?= tensorflow jax mixed
 PYTEST := $(BIN)/python -m pytest -q
 PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
@@ -14,16 +16,16 @@ JOBS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test check proof soak bench bench-check lint docs clean
+.PHONY: help setup data train test check proof soak test-frameworks bench bench-check lint docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## .venv with everything that is needed; does nothing when nothing changed
 	@PYTHON="$(PYTHON)" sh tools/setup.sh
 
-data: ## Fashion-MNIST, where it is not on this machine yet
-	@sh tools/fetch_data.sh
+data: ## Fashion-MNIST, where it is not on this machine yet; DATA="fashion-mnist mnist" for both
+	@sh tools/fetch_data.sh $(DATA)
 
 train: setup data ## train LeNet on Fashion-MNIST: two workers, one server, three epochs
 	@$(BIN)/syncline run -w 2 -s 1 examples/fashion_mnist.py --epochs 3 $(ARGS)
@@ -52,12 +54,15 @@ proof: setup data ## accuracy, slow faults, many seeds: before a capability is c
 soak: setup data ## an hour and more
 	@$(PYTEST) -m soak --timeout=14400 -s $(ARGS)
 
+test-frameworks: data ## Keras, TensorFlow, JAX and mixed jobs, each in an environment of its own: FRAMEWORKS="jax mixed"
+	@PYTHON="$(PYTHON)" sh tools/test_frameworks.sh "$(FRAMEWORKS)" $(ARGS)
+
 bench: setup ## speed and memory, beside floors and other frameworks in the same run
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 bench-check: setup ## this checkout against BASE=<commit>, in turns; fails where a row (ROWS=…) got slower
 	@$(BIN)/python -m benchmarks.check $(BASE) $(foreach row,$(ROWS),--only "$(row)") $(ARGS)
 
-clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf .venv build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+clean: ## remove environments, builds and caches; runs/ stays
+	rm -rf .venv .venv-tensorflow .venv-jax .venv-mixed build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
+from benchmarks.adapters import beside_torch
 from benchmarks.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
 from benchmarks.footprint import server_memory, worker_memory
 from benchmarks.leases import coordinator_memory, epoch_start, lease_share
@@ -29,6 +30,7 @@ def all_rows() -> list[Row]:
         *_collective_rows(),
         *_spanning_rows(),
         *_training_rows(),
+        *_adapter_rows(),
         *_data_rows(),
         *_save_rows(),
         *_memory_rows(),
@@ -104,6 +106,15 @@ def _training_rows() -> list[Row]:
             beside_ddp(f"scaling-{n}", "mlp-wide", _WIDE, workers=n, reach=Reach("at least", 1.0), batch_size=32)
             for n in (1, 2, 4, 8)
         ),
+    ]
+
+
+def _adapter_rows() -> list[Row]:
+    # Keras' backends other than TensorFlow are measured where torch is too, so that servers compute alike.
+    backends, few = {"torch": "mixed", "jax": "mixed", "tensorflow": "tensorflow"}, _at_most(1.2)
+    return [
+        *(beside_torch(f"keras-{b}", "keras", environment=e, backend=b, reach=few) for b, e in backends.items()),
+        *(beside_torch(f"jax-{by}", f"jax-{by}", environment="mixed", reach=few) for by in ("rule", "optax")),
     ]
 
 

@@ -185,3 +185,18 @@ class ProcessSide:
         for output in self._outputs:
             with contextlib.suppress(OSError):
                 output.close()
+
+
+class RunSide(ProcessSide):
+    """A job that `syncline run` starts with another Python: workers of a module of this package, and one server."""
+
+    def __init__(
+        self, module: str, task: Task, *, python: str, workers: int, side: str, environment: Mapping[str, str]
+    ) -> None:
+        super().__init__(module, task, processes=workers, side=side, environment=environment)
+        self._python = python
+
+    def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
+        job = ["-w", str(self.num_processes), "-s", "1", "--transport", "shm", "--max-restarts", "0"]
+        named = ["--name", self._side, "--runs", str(folder), "-m", f"benchmarks.{self._module}"]
+        return [[self._python, "-m", "syncline", "run", *job, *named, *to_arguments(self._task, self._side, path)]]

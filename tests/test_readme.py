@@ -21,14 +21,18 @@ def test_it_opens_with_the_two_commands() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 16
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
+#: Of the others: tests/frameworks/test_pages.py.
+PLAIN = [number for number, block in enumerate(BLOCKS) if "import keras" not in block]
+
+
+@pytest.mark.parametrize("number", PLAIN)
 def test_the_code_runs_alone(number: int, tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(BLOCKS[number])
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
     assert done.returncode == 0, done.stderr
-    expected = ("worker-0: the job has made", "[-0.1 -0.1 -0.1]")[number]
+    expected = ("worker-0: the job has made", "[-0.1 -0.1 -0.1]")[PLAIN.index(number)]
     assert expected in done.stdout
 
 
@@ -40,3 +44,10 @@ def test_the_script_runs_with_two_workers(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "worker-0: the job has made" in done.stdout and "worker-1 | worker-1: the job has made" in done.stdout
     assert "has made 8 steps" in done.stdout
+
+
+def test_the_table_of_examples_names_them_all() -> None:
+    table = README.partition("## Examples")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `(\w+\.py)` \|", table, re.MULTILINE)
+    there = {path.name for path in (pathlib.Path(__file__).parents[1] / "examples").glob("*.py")}
+    assert sorted(named) == sorted(there)

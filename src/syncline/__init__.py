@@ -6,7 +6,7 @@ net/                       frames, sockets, shared memory, the in-process twin, 
 store/                     what outlives a process: the coordinator's journal, checkpoints
 worker/  server/  coordinator/      the three roles, each inside its process
 collectives                what workers do together
-torch/   data/             thin adapters, data sets
+torch/   jax/   data/      thin adapters, data sets
 launch/                    init(), local processes, other hosts
 testing/                   whole jobs inside one process
 bench/                     `syncline bench`: this machine against its floors

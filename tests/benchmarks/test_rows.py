@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
+from benchmarks import adapters, collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
 from benchmarks.match import play
 from benchmarks.row import Effort, NotMeasured, Samples
 from benchmarks.rows import all_rows
 from benchmarks.sides import JobSide, ProcessSide
 from benchmarks.switch import Meter, Switch
-from benchmarks.task import Task
+from benchmarks.task import Task, read_arguments
 from syncline import config as configuration
 from syncline.errors import ConfigError
 
@@ -42,7 +44,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (moving, collecting, spanning, training, footprint, leases, reading):
+    for module in (adapters, moving, collecting, spanning, training, footprint, leases, reading):
         monkeypatch.setattr(module, "play", note)
     for module in (moving, collecting, spanning):
         monkeypatch.setattr(module, "wire", NoWire)
@@ -52,6 +54,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
     for module in (footprint, leases):
         monkeypatch.setattr(module, "check_memory_is_told", lambda: None)
     monkeypatch.setattr(reading, "write", lambda path, shape, num_rows: None)
+    monkeypatch.setattr(adapters, "python_of", lambda environment: pathlib.Path(sys.executable))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(configuration, "num_gpus", lambda: 2)
     rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-"))]
@@ -84,6 +87,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-sync": (2, 2),
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
+        **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax-optax", "jax-rule"], (2, 2)),
         "mlp-ring": (2, 2),
         "mlp-early": (2, 2),
         "nccl-all": (2, 2),
@@ -144,9 +148,9 @@ def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides])
         assert ours._task.num_uncounted > window + 1 if window else ours._task.num_uncounted == 1
 
 
-def test_turns_on_a_gpu_are_longer(played: dict[str, Sides], fast: Effort):
+def test_turns_on_a_gpu_and_of_differences_are_longer(played: dict[str, Sides], fast: Effort):
     longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-"))}
+    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax"))}
 
 
 def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):
@@ -198,3 +202,20 @@ def test_a_meter_tells_bytes_per_operation_since_it_was_read(monkeypatch: pytest
     monkeypatch.setattr(Switch, "sent_bytes", lambda self: next(totals))
     meter = Meter(hosts_of(2))
     assert [meter.read(1), meter.read(3), meter.read(2)] == [1000.0, 200.0, 150.0]
+
+
+def test_an_adapter_is_measured_with_the_python_of_its_environment(
+    played: dict[str, Sides], tmp_path: pathlib.Path, fast: Effort, monkeypatch: pytest.MonkeyPatch
+):
+    ours, reference, _ = played["keras-jax"]
+    for side, framework in ((ours, "keras"), (reference, "torch")):
+        (command,) = side.commands(tmp_path, "socket")
+        assert command[:4] == [sys.executable, "-m", "syncline", "run"]
+        assert {"-w", "2", "--transport", "shm", "benchmarks.adapter_worker"} <= set(command)
+        assert read_arguments(command[-2:])[0].kind == framework
+    monkeypatch.undo()
+    monkeypatch.setenv("SYNCLINE_ENVIRONMENTS", str(tmp_path))
+    row = next(row for row in all_rows() if row.name == "keras-jax")
+    with pytest.raises(NotMeasured, match=r"tools/setup_frameworks\.sh mixed"):
+        row.measure(fast)
+    assert adapters.python_of("jax") == tmp_path / "jax" / "bin" / "python"

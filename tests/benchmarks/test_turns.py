@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 from benchmarks.match import play
 from benchmarks.row import Effort
 from benchmarks.sides import ProcessSide
 from benchmarks.task import Task
-from benchmarks.turns import Player, Table, take_turns
+from benchmarks.turns import Player, Table, take_turns, take_turns_less
 
 
 def test_the_clock_runs_from_settled_to_settled(tmp_path: Path):
@@ -30,6 +31,27 @@ def test_the_clock_runs_from_settled_to_settled(tmp_path: Path):
         table.close()
         thread.join()
     assert events == ["operation"] * 3 + ["settle"] + ["operation"] * 2 + ["settle"]
+
+
+def test_a_difference_leaves_out_what_the_plain_steps_take(tmp_path: Path):
+    """As many of each, the first of ours not counted; where a busy machine makes it negative, it is just small."""
+    calls: list[tuple[str, int]] = []
+    player, table = Player("ours", 0), Table(tmp_path, lambda: None)
+    run, plain = (lambda count, name=name: calls.append((name, count)) for name in ("run", "plain"))
+
+    def slow(count: int) -> None:
+        plain(count)
+        time.sleep(0.05)
+
+    thread = threading.Thread(target=take_turns_less, args=(table.path, player, run, slow))
+    thread.start()
+    try:
+        table.wait_for({player})
+        assert 0 < table.turn("ours", 3) < 1e-3
+    finally:
+        table.close()
+        thread.join()
+    assert calls == [("run", 1), ("run", 3), ("plain", 3)]
 
 
 def test_gauges_are_read_instead_of_the_clock(fast: Effort):

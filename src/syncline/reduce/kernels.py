@@ -155,7 +155,7 @@ def narrow(total: Numbers, into: Numbers) -> None:
     if into is total:
         return
     if isinstance(total, np.ndarray) and isinstance(into, np.ndarray):
-        if total.dtype.kind == "f" and into.dtype.kind != "f":
+        if total.dtype.kind == "f" and into.dtype.kind in "biu":  # bfloat16 is of the kind "V"
             np.rint(total, out=total)
         with np.errstate(all="ignore"):
             np.copyto(into, total, casting="unsafe")

@@ -78,6 +78,7 @@ class Job:
         self.config: JobConfig = joined.config
         self.is_embedded = embedded  #: whether server and coordinator run in this process for this worker only
         self.name, self.folder = me.name, folder  #: its own; where the job's files go
+        self.is_late = joined.late  #: whether the job was running when this worker joined
         self._me, self._link, self._handlers, self._say = me, link, handlers, say
         self._on_close = on_close
         self._closed = threading.Event()
@@ -473,6 +474,20 @@ class Job:
         """Returns when every worker has come here, as often as this one. Raises WaitTimeout."""
         if not isinstance(name, str):
             raise ConfigError(f'job.barrier({name!r}): give a name, a str, e.g. job.barrier("epoch")')
+        self._meet(name, {})
+
+    def merge(
+        self, name: str, values: Mapping[str, tuple[float, float]], *, turn: int | None = None
+    ) -> dict[str, float]:
+        """For adapters: the weighted means of these values, each given with its weight, over all workers, which come
+        here together as to a barrier of this name. `turn`: how often workers have come here, where a restarted
+        script does not repeat all of them.
+        """
+        if turn is not None:
+            self.barrier_turns[name] = turn - 1
+        return self._meet(name, dict(values))
+
+    def _meet(self, name: str, values: dict[str, tuple[float, float]]) -> dict[str, float]:
         self.leave_if_asked()
         for action in self._before_settle:
             action()
@@ -482,15 +497,15 @@ class Job:
             phase = self.exchange.enter_barrier()
             try:
                 with self.boundary.standing(place):
-                    answer = self.ask(Barrier(name, turn, phase))
+                    answer = self.ask(Barrier(name, turn, phase, values))
             except ValidationCalled as called:
                 called.answer()
         assert isinstance(answer, Passed)
         if turn == 1 and answer.turn and self.samples.num_skipped and self.samples.is_in_epoch:
             self.barrier_turns[name] = answer.turn  # the others passed it in epochs that this worker skipped
-            self.barrier(name)
-            return
+            return self._meet(name, values)
         self.exchange.pass_barrier(answer)
+        return answer.values
 
     def validate(
         self, fn: Measure, dataset: Any, every: str | int = "epoch", *,

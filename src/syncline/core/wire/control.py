@@ -179,11 +179,12 @@ class Uploaded(Message, frozen=True):
 
 
 class Barrier(Message, frozen=True):
-    """Answered when every worker has arrived at this barrier as often."""
+    """Answered when every worker has arrived at this barrier as often. `values`: numbers to merge, with weights."""
 
     name: str
     turn: int
     phase: int
+    values: dict[str, tuple[float, float]] = {}
 
 
 class Passed(Message, frozen=True):
@@ -196,6 +197,7 @@ class Passed(Message, frozen=True):
     phase: int
     is_away: bool = False
     turn: int = 0  # if passed earlier: the last turn that was passed
+    values: dict[str, float] = {}  # weighted means over the workers that came with values
 
 
 class CommittedSteps(msgspec.Struct, frozen=True, array_like=True):

@@ -118,6 +118,7 @@ class Loop:
 
     def comes_back(self) -> None:
         """The script asks for its next batch, which is not read yet: a boundary."""
+        self._job.samples.drain()
         self._job.samples.boundary.passed(self._position)
         self._job.samples.hooks.between()
         if self.is_over:
@@ -133,6 +134,8 @@ class Loop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind in (None, GeneratorExit):
+            self._job.samples.drain()
         without_a_step = self._job.own_step == self._first_step
         failed = kind is not None and issubclass(kind, Exception)
         is_left_early = kind is not None

@@ -116,7 +116,19 @@ class WorkerSamples:
         self._names: set[str] = set()
         self._begun: set[object] = set()
         self._num_step_loops = 0
+        self._before_batch: list[Callable[[], None]] = []
         self.passes = Passes()  #: over sources that are read without a loader
+
+    def before_batch(self, action: Callable[[], None]) -> None:
+        """Something to be done before the script gets its next batch: steps that run in other threads end first, so
+        that their commits acknowledge their own batches only.
+        """
+        self._before_batch.append(action)
+
+    def drain(self) -> None:
+        """The script asks for its next batch, or leaves its loop."""
+        for action in self._before_batch:
+            action()
 
     def name_loader(self, name: str) -> str:
         """The loader's name in all workers: given, or numbered in order of creation."""

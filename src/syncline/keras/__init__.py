@@ -1,0 +1,20 @@
+"""Syncline for Keras 3, on its backends torch, TensorFlow and JAX."""
+
+# Layout, in reading order.
+#
+# optimizer                             DistributedOptimizer: a Keras optimizer whose rule runs on the servers
+# rules                                 Keras' optimizers as rules
+# backends                              how a step calls out of eager code, a graph or a compiled function
+# on_torch, on_tensorflow, on_jax       the same for each backend
+# callback                              Callback: initial values, merged metrics, stop rules, restarts
+# data, tf_source                       dataset(): leased batches for `fit`; a tf.data.Dataset as a source
+
+from syncline.keras.versions import check_versions
+
+check_versions()
+
+from syncline.keras.callback import Callback  # noqa: E402  # an old Keras is named before it fails to import
+from syncline.keras.data import dataset  # noqa: E402
+from syncline.keras.optimizer import DistributedOptimizer  # noqa: E402
+
+__all__ = ["Callback", "DistributedOptimizer", "dataset"]

@@ -1,0 +1,61 @@
+"""How a step reaches the job from eager code, from a TensorFlow graph or from a compiled JAX function.
+
+A backend is a module with the functions of `Backend`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import keras
+import numpy as np
+
+from syncline.errors import ConfigError
+from syncline.keras.versions import check_versions
+
+#: Host arrays in, host arrays out.
+Exchange = Callable[[list[Any]], list[Any]]
+
+
+class Backend(Protocol):
+    """What differs between Keras' backends."""
+
+    def call_out(self, exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+        """Calls `exchange` with host arrays of these tensors; its arrays become tensors, one for each of `like`."""
+
+    def is_in_xla(self) -> bool:
+        """Whether the code that runs now is being compiled so that it cannot call out."""
+
+    def outside(self) -> Any:
+        """Context in which variables can be created, read and written, also while a graph is being traced."""
+
+    def dense(self, gradient: Any) -> Any:
+        """A gradient as one tensor."""
+
+    def batch(self, arrays: Any) -> Any:
+        """A batch as the trainer takes it."""
+
+    def end_of_data(self) -> Exception:
+        """What an iterator raises when it has no more batches."""
+
+    def settle(self) -> None:
+        """Returns when the steps that were started are done."""
+
+
+def current() -> Backend:
+    """That of the Keras in this process."""
+    name = keras.backend.backend()
+    if name not in ("torch", "tensorflow", "jax"):
+        raise ConfigError(
+            f"Keras' backend {name!r} cannot train in a job; set KERAS_BACKEND to torch, tensorflow or jax before "
+            "keras is imported"
+        )
+    check_versions(name)
+    return cast("Backend", importlib.import_module(f"syncline.keras.on_{name}"))
+
+
+def to_host(tensor: Any) -> Any:
+    """A host copy of a variable or tensor."""
+    return np.array(keras.ops.convert_to_numpy(tensor))

@@ -1,0 +1,374 @@
+"""`dataset()`: data for `fit`, where each worker of the job gets its own part of every epoch.
+
+Keras may read batches before the steps that use them. A commit acknowledges all samples that were handed out, so a
+batch is handed out when its step is committed, not when it is read.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.utils.rng_utils import get_random_seed
+
+from syncline.core.leasing.loader import Loader
+from syncline.data.arrays import ArraySource
+from syncline.data.batching import batches, order_of
+from syncline.data.source import ShardSource, Source
+from syncline.errors import ConfigError
+from syncline.keras import backends
+from syncline.keras.tf_source import TfSource, is_tf_dataset
+from syncline.worker.current import current_job
+from syncline.worker.data.loop import LeasedNumbers, Loop
+from syncline.worker.job import Job
+
+#: Batches that Keras may have read ahead of its steps.
+_MOST_AHEAD = 3
+_passes: weakref.WeakKeyDictionary[Job, Pass] = weakref.WeakKeyDictionary()  # the open pass of each job
+
+
+def dataset(
+    source: Any,
+    batch_size: int = 32,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    drop_last: bool = False,
+    training: bool = True,
+    name: str = "",
+) -> Dataset:
+    """Data for `model.fit`, split over the workers of the job.
+
+    `source`: arrays as `(x, y)` or `(x, y, sample_weight)`, a source of `syncline.data`, or a `tf.data.Dataset` of
+    single samples. Every sample counts once in every epoch, also if a worker dies, joins or is slow. `batch_size` is
+    each worker's. With `shuffle` the order depends on seed and epoch alone. The seed is `seed`, else that of
+    `keras.utils.set_random_seed`, else 0, as the chief has it. The n-th epoch of `fit` is epoch n of the job.
+
+    `training=False`: for `validation_data`, `evaluate` and `predict`. Every worker reads all of it.
+    """
+    if not isinstance(training, bool) or not isinstance(shuffle, bool):
+        raise ConfigError("dataset(): training and shuffle must be True or False")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"dataset(): batch_size = {batch_size!r}: must be an int of at least 1, of each worker")
+    return Dataset(_source_of(source, shuffle), batch_size, shuffle, seed, drop_last, training, name)
+
+
+def _source_of(source: Any, shuffle: bool) -> Source:
+    if is_tf_dataset(source):
+        if shuffle:
+            raise ConfigError(
+                "dataset(): a tf.data.Dataset is read in its own order; shuffle it itself, equally in all workers: "
+                "tf_dataset.shuffle(n, seed=1, reshuffle_each_iteration=False)"
+            )
+        return TfSource(source)
+    if isinstance(source, ShardSource):
+        raise ConfigError(
+            "dataset(): shards have no number of samples, which Keras' epochs need; give arrays or a source with a "
+            "length"
+        )
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Mapping):
+        raise ConfigError(
+            f"dataset(): a dict ({', '.join(map(str, source))}) does not say what the labels are; give a tuple (x, y)"
+        )
+    if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):
+        arrays = (source,) if isinstance(source, np.ndarray) else tuple(_host(each) for each in source)
+        return ArraySource(arrays)
+    raise ConfigError(
+        f"dataset(): {type(source).__name__} cannot be split over workers; give arrays as (x, y), a source of "
+        "syncline.data, or a tf.data.Dataset"
+    )
+
+
+def _host(array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else keras.ops.convert_to_numpy(array)
+
+
+class NumBatches(int):
+    """An upper bound of this worker's batches in an epoch, as Keras' loops need it, with what is expected."""
+
+    dataset: Dataset
+    expected: int
+
+    def __new__(cls, most: int, expected: int, dataset: Dataset) -> NumBatches:
+        found = super().__new__(cls, most)
+        found.expected, found.dataset = expected, dataset
+        return found
+
+
+class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
+    """What `dataset()` returns: Keras takes it as it is, in place of an adapter of its own."""
+
+    def __init__(
+        self, source: Source, batch_size: int, shuffle: bool, seed: int | None, drop_last: bool, training: bool,
+        name: str,
+    ) -> None:  # fmt: skip
+        self._source, self._batch_size, self._shuffle, self._given_seed = source, batch_size, shuffle, seed
+        self._drop_last, self._training = drop_last, training
+        self._job = current_job()
+        self.name = self._job.samples.name_loader(name) if training else name
+        self._next_epoch = self.epoch = 0  #: `epoch`: the job's number of the epoch that is read
+        self.is_stopped = False  #: another worker has ended `fit`: there are no more batches
+        self._begun: Loop | None = None  # over the next epoch, opened before `fit` reads it
+        self._quiet: Any = None
+        # Keras asks for the number of batches, may read one to see its shapes, ends the epoch, and then begins.
+        self._is_probed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """For a loop of your own: the batches of this worker's next epoch."""
+        return self.iterator("", StopIteration())
+
+    def iterator(self, reader: str, end: Exception) -> Iterator[Any]:
+        """`end`: raised when the epoch has no more batches."""
+        if not self._training:
+            return self._read_all(end)
+        if reader and self._is_probed:
+            return iter([self.read(np.arange(min(self._batch_size, len(self._source)), dtype=np.int64))])
+        leave(self._job)
+        found = _passes[self._job] = Pass(self, self._open(), reader, end)
+        self.epoch = found.epoch
+        return found
+
+    # -- as Keras reads it --------------------------------------------------------------------------------
+
+    def get_numpy_iterator(self) -> Iterator[Any]:
+        return self.iterator("fit", StopIteration())
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        return self.iterator("fit", StopIteration())
+
+    def get_torch_dataloader(self) -> Any:
+        return _Each(self)
+
+    def get_tf_dataset(self) -> Any:
+        return _Each(self)
+
+    @property
+    def num_batches(self) -> Any:
+        most = -(-len(self._source) // self._batch_size)
+        if not self._training:
+            return most if not self._drop_last else len(self._source) // self._batch_size
+        self._is_probed = True
+        return NumBatches(len(self._source) + 1, self._expected, self)
+
+    @property
+    def _expected(self) -> int:
+        """About the number of this worker's batches in an epoch."""
+        return max(1, -(-len(self._source) // (self._batch_size * self._job.world_size)))
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def has_partial_batch(self) -> bool:
+        return not self._drop_last and len(self._source) % self._batch_size > 0
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        return len(self._source) % self._batch_size or None
+
+    def on_epoch_end(self) -> None:
+        """Keras warns at the end of each epoch that the data has ended, which is as it should be."""
+        self._is_probed = False
+        quiet, self._quiet = self._quiet, None
+        if quiet is not None:
+            quiet.__exit__(None, None, None)
+
+    def be_quiet(self) -> None:
+        """Until `on_epoch_end`."""
+        if self._quiet is None:
+            self._quiet = warnings.catch_warnings()
+            self._quiet.__enter__()
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+
+    # -- epochs -------------------------------------------------------------------------------------------
+
+    @property
+    def upcoming(self) -> int:
+        """The number of the epoch that is read next."""
+        return self._next_epoch if self._begun is None else self._next_epoch - 1
+
+    @property
+    def seed(self) -> int:
+        if self._given_seed is not None:
+            return self._given_seed
+        return int(get_random_seed() or 0)
+
+    def _open(self) -> Loop:
+        if self._begun is not None:
+            loop, self._begun = self._begun, None
+            return loop
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        job, size = self._job, len(self._source)
+        job.samples.batch_size = self._batch_size
+        loader = Loader(size, self._batch_size, self._drop_last)
+        loop = Loop(job, self.name, epoch, loader, self.seed if self._shuffle else None)
+        job.samples.begin_epoch(epoch, self._expected)
+        return loop
+
+    def skip_finished(self, num_epochs: int) -> int:
+        """Opens the first epoch that has a batch for this worker. Returns how many the job has finished before."""
+        job, first = self._job, self._next_epoch
+        job.samples.begin_run(self.name, first, num_epochs)
+        for number in range(num_epochs):
+            loop = self._open()
+            if loop.has_batch():
+                self._begun = loop
+                if number:
+                    job.script_went_on()
+                return number
+            with loop:
+                job.samples.num_skipped += 1
+                job.samples.note_place(self.name, first + number, 1.0)
+            if job.should_stop:
+                return num_epochs
+        return num_epochs
+
+    def numbers(self, loop: Loop) -> LeasedNumbers:
+        """The samples of this worker's batches."""
+        reading = loop.reading
+        seed = self.seed if reading.seed is None else reading.seed
+        return LeasedNumbers(loop, order_of(self._source, shuffle=self._shuffle, seed=seed, epoch=reading.epoch))
+
+    def read(self, samples: Any) -> Any:
+        """A batch as the trainer takes it."""
+        return self._prepared(self._source.read(samples))
+
+    def _prepared(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            raise ConfigError(
+                f"dataset(): the source has columns ({', '.join(batch)}), which do not say what the labels are; map "
+                "it to a tuple (x, y) with syncline.data.mapped"
+            )
+        kind = keras.config.floatx()
+        arrays = tuple(array.astype(kind, copy=False) if array.dtype.kind == "f" else array for array in batch)
+        return backends.current().batch(arrays)
+
+    def _read_all(self, end: Exception) -> Iterator[Any]:
+        for batch in batches(self._source, self._batch_size, epoch=0, drop_last=self._drop_last, alone=True):
+            yield self._prepared(batch)
+        if not isinstance(end, StopIteration):
+            raise end
+
+
+class _Each:
+    """A new iterator for every epoch."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dataset.iterator("fit", backends.current().end_of_data())
+
+
+class Pass:
+    """One epoch of a dataset in this worker. Keras may read ahead of its steps."""
+
+    def __init__(self, dataset: Dataset, loop: Loop, reader: str, end: Exception) -> None:
+        self.dataset, self._loop = dataset, loop
+        self.reader, self._end_of_data = reader, end  #: `reader`: "fit", or empty for a loop of the script
+        self.epoch, self._numbers = loop.reading.epoch, dataset.numbers(loop)
+        self._ahead: collections.deque[bool] = collections.deque()  # read, and in no step yet: whether it is leased
+        self._last: Any = None  # the last batch
+        self._is_entered = self._is_over = False
+        self.failure: BaseException | None = None  #: of a step, to be raised in the script's thread
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        backends.current().settle()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        samples = self._next_samples()
+        if samples is not None:
+            self._last = self.dataset.read(samples)
+        elif not any(self._ahead):
+            self._end(None)
+            if self.reader:
+                self.dataset.be_quiet()
+            raise self._end_of_data
+        # Else there may be more when the steps of the batches that were read ahead are made, and not before: the last
+        # batch comes again, in a step without weight.
+        self._ahead.append(samples is not None)
+        return self._last
+
+    def _next_samples(self) -> Any:
+        """Of the next batch; None: there is none."""
+        if self._is_over or self.dataset.is_stopped:
+            return None
+        if len(self._ahead) >= _MOST_AHEAD:
+            raise ConfigError(
+                "this dataset was read without a step of a syncline.keras.DistributedOptimizer. For validation_data, "
+                "evaluate and predict give dataset(…, training=False); to train, compile the model with "
+                "DistributedOptimizer"
+            )
+        if not self._is_entered:
+            self._is_entered = True
+            self._loop.__enter__()
+        elif not any(self._ahead):
+            self._loop.comes_back()
+        return None if self._loop.is_over else self._numbers.next()
+
+    def hand_out(self) -> float | None:
+        """A step uses the oldest batch. Returns the step's weight; None: by its samples."""
+        if self._ahead and self._ahead.popleft():
+            self._loop.hand_out()
+            return None
+        return 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_over
+
+    def leave(self) -> None:
+        """The script goes on without the rest of the epoch."""
+        if not self._is_over:
+            self._end(GeneratorExit)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
+        was_over, self._is_over = self._is_over, True
+        if self._is_entered and not was_over:
+            self._loop.__exit__(kind, None, None)
+
+
+def hand_out(job: Job) -> float | None:
+    """A step begins: its batch counts with it. Returns the step's weight; None: by its samples."""
+    found = _passes.get(job)
+    if found is not None and found.is_open:
+        return found.hand_out()
+    if job.world_size > 1 and not job.exchange.lease_acks.has_position:
+        job.notice(
+            "fit was given data that is not shared among the workers: every worker trains on all of it. Give "
+            "syncline.keras.dataset((x, y), batch_size) to fit, and each sample is trained on once in an epoch"
+        )
+    return None
+
+
+def is_read(job: Job) -> str:
+    """What reads an epoch of a dataset now: `fit`, or a `loop` of the script; empty: nothing."""
+    found = _passes.get(job)
+    return (found.reader or "loop") if found is not None and found.is_open else ""
+
+
+def failed(job: Job, error: BaseException) -> None:
+    """A step failed in another thread: the script's thread raises it when it asks for the next batch."""
+    found = _passes.get(job)
+    if found is not None and found.is_open:
+        found.failure = error
+
+
+def leave(job: Job) -> None:
+    """`fit` has ended."""
+    found = _passes.pop(job, None)
+    if found is not None:
+        found.leave()

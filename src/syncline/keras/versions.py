@@ -1,0 +1,46 @@
+"""The lowest versions of Keras and its backends that this package works with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from syncline.errors import ConfigError
+
+#: By package.
+LOWEST = {"keras": "3.5.0", "tensorflow": "2.17.0", "jax": "0.4.30", "torch": "2.4.0"}
+#: The distributions that have the package `tensorflow`.
+_DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly")}
+
+
+def check_versions(*packages: str) -> None:
+    """Names what is too old, or missing, before an import fails with less to say."""
+    for package in packages or ("keras",):
+        found = installed(package)
+        if not found:
+            raise ConfigError(
+                f"{package} is not installed here; install it: pip install '{package}>={LOWEST[package]}'"
+            )
+        if _numbers(found) < _numbers(LOWEST[package]):
+            raise ConfigError(
+                f"{package} {found} is too old: the lowest version that works is {LOWEST[package]}; "
+                f"update it: pip install --upgrade '{package}>={LOWEST[package]}'"
+            )
+
+
+def installed(package: str) -> str:
+    """The version of an installed package; empty: it is not there."""
+    for name in _DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """3.15.1 as numbers; what follows them (rc1, +cpu) is left out."""
+    found = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = part[: next((place for place, letter in enumerate(part) if not letter.isdigit()), len(part))]
+        found.append(int(digits or 0))
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""`DistributedGradientTape`: the mean gradient of all workers, for an optimizer that runs on each of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from syncline.core.rule import Rule
+from syncline.errors import ConfigError
+from syncline.keras import data, on_tensorflow
+from syncline.keras.optimizer import names_of
+from syncline.worker.current import current_job
+from syncline.worker.job import Job
+from syncline.worker.mean_gradients import MeanGradients
+from syncline.worker.steps import CannotResume
+
+#: Of each job: the means by the names of their variables. A loop makes a new tape in every step.
+_means: weakref.WeakKeyDictionary[Job, dict[tuple[str, ...], MeanGradients]] = weakref.WeakKeyDictionary()
+_broadcasts: weakref.WeakKeyDictionary[Job, list[int]] = weakref.WeakKeyDictionary()
+
+
+class DistributedGradientTape:
+    """In place of `tf.GradientTape`, or around one: `gradient` returns the mean over the workers of the round.
+
+    For `--policy sync`. Call `broadcast_variables` before the loop, so that all workers begin with the same values.
+    Your optimizer runs on every worker, so a worker that dies cannot come back into the middle of the job: use
+    `DistributedOptimizer` where workers may die.
+    """
+
+    def __init__(self, tape: Any = None, **options: Any) -> None:
+        if isinstance(tape, DistributedGradientTape):
+            raise ConfigError("DistributedGradientTape: the tape is one already; wrap it once")
+        self._tape = tf.GradientTape(**options) if tape is None else tape
+        self._job = current_job()
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.gradient`, averaged over the workers; of gradients that are None, None."""
+        _check_life(self._job)
+        if on_tensorflow.is_in_xla():
+            raise ConfigError(
+                "DistributedGradientTape: tf.function(jit_compile=True) is compiled by XLA, which cannot call the "
+                "job from inside; leave jit_compile out, or compile only the forward pass"
+            )
+        found = self._tape.gradient(target, sources, *args, **kwargs)
+        given = list(tf.nest.flatten(found))
+        variables = list(tf.nest.flatten(sources))
+        places = [place for place, gradient in enumerate(given) if gradient is not None]
+        if not places:
+            return found
+        names = [names_of(variables)[place] for place in places]
+        dense = [on_tensorflow.dense(given[place]) for place in places]
+        for place, mean in zip(places, self._mean(names, dense), strict=True):
+            given[place] = mean
+        return tf.nest.pack_sequence_as(found, given)
+
+    def _mean(self, names: Sequence[str], gradients: Sequence[Any]) -> list[Any]:
+        job, known = self._job, _means.setdefault(self._job, {})
+
+        def exchange(arrays: list[Any]) -> list[Any]:
+            by_name = dict(zip(names, arrays, strict=True))
+            if tuple(names) not in known:
+                known[tuple(names)] = MeanGradients(job, by_name)
+            means = known[tuple(names)].mean(by_name, data.hand_out(job))
+            return [means[name] for name in names]
+
+        return on_tensorflow.call_out(exchange, gradients, gradients)
+
+
+def broadcast_variables(variables: Sequence[Any], job: Job | None = None) -> None:
+    """Gives these variables, of a model or an optimizer, the values that the chief has. All workers call it."""
+    job = job or current_job()
+    _check_life(job)
+    turns = _broadcasts.setdefault(job, [])
+    turns.append(len(variables))
+    names = [f"broadcast{len(turns)}.{name}" for name in names_of(variables)]
+    if not names:
+        return
+    pairs = list(zip(names, variables, strict=True))
+    values = job.kv.register([(name, variable.numpy()) for name, variable in pairs], Rule("Assign"))
+    for name, variable in pairs:
+        variable.assign(values[name])
+
+
+def _check_life(job: Job) -> None:
+    """The parameters and the optimizer's state are on the workers only: a new process does not have them."""
+    if job.life.number > 1 and job.life.step > 0:
+        reason = (
+            f"its script began again (life {job.life.number}), and the parameters of a DistributedGradientTape are "
+            "on the other workers only. This worker leaves; other workers go on. Use "
+            "syncline.tensorflow.DistributedOptimizer, whose parameters are on servers"
+        )
+        job.notice(reason, is_own=True)
+        job.abandon()
+        raise CannotResume(reason)

@@ -1,0 +1,7 @@
+"""Jobs of JAX workers, as processes."""
+
+from __future__ import annotations
+
+from tests.launch.conftest import Commands, commands
+
+__all__ = ["Commands", "commands"]

@@ -1,0 +1,197 @@
+"""What cannot work is refused with an error that says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.launch.conftest import Commands
+
+import syncline
+import syncline.keras
+from syncline.keras import versions
+from syncline.worker.current import current_job
+from syncline.worker.job import Job
+
+X, Y = np.zeros((64, 4), np.float32), np.zeros(64, np.int64)
+
+
+@pytest.fixture(autouse=True)
+def policy() -> Iterator[None]:
+    yield
+    keras.mixed_precision.set_global_policy("float32")
+
+
+def model_of(**options: Any) -> Any:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options.setdefault("optimizer", syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    model.compile(loss=loss, **options)
+    return model
+
+
+def fit(model: Any, data: Any = None, **options: Any) -> Any:
+    data = syncline.keras.dataset((X, Y), 16) if data is None else data
+    return model.fit(data, epochs=1, verbose=0, callbacks=[syncline.keras.Callback()], **options)
+
+
+def test_no_job() -> None:
+    """`init()` was not called, in a process of its own: here is a job."""
+    text = """
+        import keras, syncline.keras
+        for make in (lambda: syncline.keras.DistributedOptimizer(keras.optimizers.SGD()),
+                     lambda: syncline.keras.dataset(([1.0], [1])), syncline.keras.Callback):
+            try:
+                make()
+            except syncline.ConfigError as error:
+                print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True)
+    assert done.stdout.count("there is no job yet; call syncline.init() first") == 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: syncline.keras.DistributedOptimizer("adam"), "takes a keras.optimizers optimizer, not str"),
+        (
+            lambda: syncline.keras.DistributedOptimizer(
+                syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            ),
+            "wrap it once",
+        ),
+        (
+            lambda: syncline.keras.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+            ),
+            "mixed_bfloat16",
+        ),
+        (lambda: syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1), buffers="all"), "chief, mean"),
+        (lambda: syncline.keras.dataset((X, Y), 0), "batch_size = 0: must be an int of at least 1"),
+        (lambda: syncline.keras.dataset({"x": X}), "does not say what the labels are"),
+        (lambda: syncline.keras.dataset(7), "int cannot be split over workers"),
+    ],
+)
+def test_arguments(job: Job, make: Any, message: str) -> None:
+    with pytest.raises(syncline.ConfigError, match=re.escape(message)):
+        make()
+
+
+def test_a_model_that_is_not_built(job: Job) -> None:
+    class Odd(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.Dense(2)
+
+        def call(self, inputs: Any) -> Any:
+            return self.layer(inputs)
+
+    model = Odd()
+    model.compile(optimizer=syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    callback = syncline.keras.Callback()
+    callback.set_model(model)
+    with pytest.raises(syncline.ConfigError, match=r"not built.*model\.build\(input_shape\)"):
+        callback.on_train_begin()
+
+
+def test_an_optimizer_that_is_not_ours(job: Job) -> None:
+    with pytest.raises(syncline.ConfigError, match="compiled with SGD, and nothing would be shared"):
+        fit(model_of(optimizer=keras.optimizers.SGD(0.1)))
+
+
+def test_mixed_float16(job: Job) -> None:
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    with pytest.raises(syncline.ConfigError, match="mixed_bfloat16"):
+        fit(model_of())
+
+
+def test_variables_that_servers_do_not_host(job: Job) -> None:
+    keras.mixed_precision.set_global_policy("float16")
+    with pytest.raises(syncline.ConfigError, match="float16, and parameters on servers must be float32 or float64"):
+        fit(model_of())
+
+
+def test_mixed_bfloat16_works(job: Job) -> None:
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    model = model_of()
+    assert len(fit(model).epoch) == 1 and keras.backend.standardize_dtype(model.weights[0].dtype) == "float32"
+
+
+def test_steps_per_execution(job: Job) -> None:
+    with pytest.raises((syncline.ConfigError, ValueError), match="steps_per_execution"):
+        fit(model_of(steps_per_execution=2))
+
+
+def test_our_dataset_for_an_evaluation(job: Job) -> None:
+    """Its samples would be lost for the training."""
+    model = model_of()
+    with pytest.raises(syncline.ConfigError, match="training=False"):
+        model.evaluate(syncline.keras.dataset((X, Y), 8), verbose=0)
+    assert model.evaluate(syncline.keras.dataset((X, Y), 8, training=False), verbose=0) > 0
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="only TensorFlow's XLA cannot call out")
+def test_xla_without_the_callback(job: Job) -> None:
+    with pytest.raises(syncline.ConfigError, match=r"Callback\(\).*jit_compile=False"):
+        model_of(jit_compile=True).fit(X, Y, verbose=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tf_datasets(job: Job) -> None:
+    import tensorflow as tf
+
+    whole = tf.data.Dataset.from_tensor_slices((X, Y))
+    for bad, message in (
+        (whole.filter(lambda x, y: True), "does not know its number of samples.*assert_cardinality"),
+        (whole.repeat(), "never ends"),
+        (whole.batch(8), r"leave out its \.batch\(\)"),
+        (whole.shuffle(64), "reshuffle_each_iteration=False"),
+        (whole.take(0), "empty"),
+    ):
+        with pytest.raises(syncline.ConfigError, match=message):
+            syncline.keras.dataset(bad, 8)
+    with pytest.raises(syncline.ConfigError, match="shuffle it itself"):
+        syncline.keras.dataset(whole, 8, shuffle=True)
+    good = whole.shuffle(64, seed=1, reshuffle_each_iteration=False).map(lambda x, y: (x + 1, y))
+    before = current_job().samples_taken
+    fit(model_of(), syncline.keras.dataset(good, 24))
+    assert current_job().samples_taken - before == 64
+
+
+def test_an_old_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.1.0rc2")
+    with pytest.raises(syncline.ConfigError, match=rf"keras 3\.1\.0rc2 is too old.*{versions.LOWEST['keras']}"):
+        versions.check_versions("keras")
+
+
+def test_a_missing_framework_is_named() -> None:
+    versions.LOWEST["nothing-of-this-name"] = "1.0"
+    with pytest.raises(syncline.ConfigError, match="nothing-of-this-name is not installed here; install it"):
+        versions.check_versions("nothing-of-this-name")
+    del versions.LOWEST["nothing-of-this-name"]
+
+
+def test_no_other_framework_is_imported(commands: Commands) -> None:
+    """Of the backends, only the one that Keras runs on."""
+    script = commands.script("""
+        import sys
+        import syncline, syncline.keras
+        print([name for name in ("torch", "tensorflow", "jax") if name in sys.modules])
+    """)
+    result = commands.finish(commands.start(script, program=()))
+    plain = commands.script(
+        "import sys, keras\nprint([n for n in ('torch', 'tensorflow', 'jax') if n in sys.modules])", "plain.py"
+    )
+    expected = commands.finish(commands.start(plain, program=()))
+    assert result.output.split("[")[-1] == expected.output.split("[")[-1]
+    assert os.environ["KERAS_BACKEND"] in result.output
