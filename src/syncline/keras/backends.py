@@ -28,6 +28,9 @@ class Backend(Protocol):
     def is_in_xla(self) -> bool:
         """Whether the code that runs now is being compiled so that it cannot call out."""
 
+    def is_traced(self) -> bool:
+        """Whether the code that runs now only describes what runs later."""
+
     def outside(self) -> Any:
         """Context in which variables can be created, read and written, also while a graph is being traced."""
 

@@ -28,6 +28,10 @@ def is_in_xla() -> bool:
     return False
 
 
+def is_traced() -> bool:
+    return True  # an optimizer is built before its first step, which may be compiled
+
+
 def outside() -> Any:
     return contextlib.nullcontext()
 

@@ -34,6 +34,10 @@ def is_in_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
+def is_traced() -> bool:
+    return not tf.executing_eagerly()
+
+
 def outside() -> Any:
     return tf.init_scope()
 

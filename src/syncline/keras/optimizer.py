@@ -72,8 +72,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         elif not self.built:
+            before = [to_host(variable) for variable in trainable_variables] if self._steps.is_eager() else []
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
+            self._steps.mind_late_build(before)
         self._check_variables_are_known(trainable_variables)
         backend = backends.current()
         pairs = [(g, v) for g, v in zip(grads, trainable_variables, strict=True) if g is not None]
@@ -196,6 +198,21 @@ class _Steps:
     def runs_on_worker(self) -> bool:
         return self.host.runs_on_worker
 
+    @staticmethod
+    def is_eager() -> bool:
+        """Whether a step runs at once, and not later as a graph or compiled code."""
+        return not backends.current().is_traced()
+
+    def mind_late_build(self, before: Sequence[Any]) -> None:
+        """The gradients of the first step are there already: were they computed from other values?"""
+        now = [to_host(variable) for variable in self.variables] if before else []
+        if any(not np.array_equal(one, other) for one, other in zip(before, now, strict=True)):
+            self.job.notice(
+                f"{self.job.name} computed its first gradients before it had the job's values. Call "
+                "optimizer.build(model.trainable_variables) before the loop",
+                is_own=True,
+            )
+
     def name_at(self, index: int) -> str:
         return self._names[index]
 
@@ -215,10 +232,11 @@ class _Steps:
             buffers = self._buffers_in(arrays[len(names) + 1 :])
 
             def step() -> Mapping[str, Any]:
-                weight = data.hand_out(self.job)
+                if not data.hand_out(self.job):
+                    return self.host.values
                 self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
                 self._mind_callback()
-                return self.host.step(gradients, options={"lr": rate}, weight=weight, buffers=buffers)
+                return self.host.step(gradients, options={"lr": rate}, buffers=buffers)
 
             return self._guarded(step)
 
@@ -230,10 +248,11 @@ class _Steps:
         buffers = self._buffers_in(arrays[len(self._names) :])
 
         def step() -> Mapping[str, Any]:
-            weight = data.hand_out(self.job)
+            if not data.hand_out(self.job):
+                return own
             self._num_steps += 1
             self._mind_callback()
-            found = self.host.local_step(own, weight=weight, buffers=buffers)
+            found = self.host.local_step(own, buffers=buffers)
             return own if found is None else found
 
         return self._guarded(step)
