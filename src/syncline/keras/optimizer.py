@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -146,7 +145,6 @@ class _Steps:
         self._kept: tuple[list[str], list[Any], Any] | None = None  # XLA: names, gradients, learning rate
         self._waits = False  # XLA, the optimizer on the worker
         self.callback: Any = None  #: while `fit` runs with one
-        self._lock = threading.Lock()
 
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
         """Registers the variables, and gives them the job's values."""
@@ -272,14 +270,13 @@ class _Steps:
 
     def _guarded(self, step: Callable[[], Mapping[str, Any]]) -> list[Any]:
         """An error in a graph or in compiled code would lose its type: the script's own thread raises it later."""
-        is_script = threading.current_thread() is threading.main_thread()
-        if not is_script and self._failure is not None:
+        is_graph = backends.is_from_graph()
+        if is_graph and self._failure is not None:
             return [self.host.values[name] for name in self._names]
         try:
-            with self._lock:
-                found = step()
+            found = step()
         except BaseException as error:
-            if is_script or not (self.callback is not None or data.is_read(self.job)):
+            if not is_graph or not (self.callback is not None or data.is_read(self.job)):
                 raise
             self._failure = error
             data.failed(self.job, error)
