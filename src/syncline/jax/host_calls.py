@@ -21,6 +21,11 @@ _inside = threading.local()
 _known: weakref.WeakKeyDictionary[Job, HostCalls] = weakref.WeakKeyDictionary()
 
 
+def is_inside() -> bool:
+    """Whether this is a callback: its device may wait for it, and can compute nothing else meanwhile."""
+    return bool(getattr(_inside, "is_set", False))
+
+
 def calls_of(job: Job) -> HostCalls:
     """The calls of this job."""
     if job not in _known:
@@ -44,7 +49,7 @@ class HostCalls:
 
     def drain(self) -> None:
         """Waits for the callbacks of steps that are under way, and raises what they raised."""
-        if getattr(_inside, "is_set", False):
+        if is_inside():
             return
         try:
             jax.effects_barrier()

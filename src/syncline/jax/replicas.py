@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from syncline.jax.host_calls import HostCalls
+from syncline.jax.host_calls import HostCalls, is_inside
 from syncline.jax.packages import jax
 from syncline.jax.trees import Tree, decoded, encoded, placed
 from syncline.worker.host_memory import HostArray
@@ -25,6 +25,7 @@ class Replicas:
         self._like = dict(zip(self._state.names, inner, strict=True))
         self._apply = jax.jit(self._applied)
         self._behind: Mapping[str, HostArray] = {}
+        self._has_extra = False  # steps have arguments that are not known outside of `update`
         self._steps = ReplicatedSteps(
             job, self._params.named(leaves), self._named(leaves, inner), self._apply_on_host
         )
@@ -41,7 +42,11 @@ class Replicas:
         new = jax.tree_util.tree_map(lambda p, u: (p + u).astype(p.dtype), params, updates)
         return self._params.leaves(new, "parameters"), self._state.leaves(state, "optimizer state")
 
-    def _apply_on_host(self, replica: Mapping[str, HostArray], mean: Mapping[str, HostArray]) -> dict[str, HostArray]:
+    def _apply_on_host(
+        self, replica: Mapping[str, HostArray], mean: Mapping[str, HostArray]
+    ) -> dict[str, HostArray] | None:
+        if is_inside() or self._has_extra:
+            return None
         # Copies: JAX may keep the memory that it gets.
         parts = [[np.array(a) for a in some] for some in (self._params.listed(mean), self._decoded(replica))]
         params = self._params.build([np.array(array) for array in self._params.listed(replica)])
@@ -49,7 +54,7 @@ class Replicas:
 
     def update(self, grads: Any, state: Any, params: Any, weight: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         old, inner = self._params.leaves(params, "parameters"), self._state.leaves(state, "optimizer state")
-        gradients = self._params.leaves(grads, "gradients")
+        gradients, self._has_extra = self._params.leaves(grads, "gradients"), bool(extra)
 
         def step(gradients: Any, before: Any, inner: Any, weight: Any) -> list[Any]:
             mean, replica = self._steps.step(

@@ -44,8 +44,8 @@ class ReplicatedStep(NamedTuple):
 
 
 Arrays = Mapping[str, HostArray]
-#: (replica, mean gradient) -> the replica after that step.
-Apply = Callable[[Arrays, Arrays], Arrays]
+#: (replica, mean gradient) -> the replica after that step; None if it cannot be computed at this moment.
+Apply = Callable[[Arrays, Arrays], Arrays | None]
 
 
 class ReplicatedSteps:
@@ -188,8 +188,9 @@ class ReplicatedSteps:
         """Before a rest: others may go on without this worker, or all may end here."""
         if not (self._is_certain and self._provider == self._slot and self._has_kept):
             return
-        after = {name: np.array(array) for name, array in self._replica.values.items()}
-        after.update(self._apply(after, self._gradients.values))
+        after = self._apply(self._replica.values, self._gradients.values)
+        if after is None:  # the servers have the replica before the last step, and its mean
+            return
         self._has_kept = False
         pushed = self._fill_replica(after)
         told = {"replica": np.array([self._round])}

@@ -167,10 +167,11 @@ def test_the_next_batch_waits_for_the_compiled_step(monkeypatch: pytest.MonkeyPa
         assert steps == [0, 1, 2, 3, 4, 5] and set(waits) == {0, 1, 2, 3, 4, 5, 6}
 
 
-def test_a_worker_that_is_asked_to_leave_ends_in_its_own_thread() -> None:
-    """`SystemExit` cannot pass through compiled code: the loop raises it."""
+@pytest.mark.parametrize("transform", [Rule("SGD", lr=0.1), optax.adam(0.1)], ids=["rule", "optax"])
+def test_a_worker_that_is_asked_to_leave_ends_in_its_own_thread(transform: Any) -> None:
+    """`SystemExit` cannot pass through compiled code: the loop raises it. A transform's state is pushed before."""
     with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
-        tx = syncline.jax.distribute(Rule("SGD", lr=0.1))
+        tx = syncline.jax.distribute(transform)
         params = {"a": jnp.zeros(1)}
         state = tx.init(params)
         step = jax.jit(lambda params, state: tx.update(params, state, params))
