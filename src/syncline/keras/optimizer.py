@@ -376,6 +376,8 @@ class _Steps:
         return {**found, "rate": self.rate_now(), "state": state}
 
     def _put_back(self, saved: Any) -> None:
+        if getattr(self._inner._iterations, "_value", 0) is None:
+            return  # Keras on JAX, inside of an epoch: it was done before `fit` began
         try:
             state, own = saved.get("state", []), self._inner.variables
             if len(state) == len(own) and self.runs_on_worker:
