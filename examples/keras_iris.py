@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import syncline.keras
-from syncline.data import iris
+from syncline.data.iris import iris
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=60)

@@ -23,9 +23,9 @@ model = keras.Sequential(  # 44,426 parameters
     [
         keras.Input((28, 28, 1)),
         layers.Conv2D(6, 5, activation="relu"),
-        layers.AveragePooling2D(),
+        layers.AveragePooling2D(2),
         layers.Conv2D(16, 5, activation="relu"),
-        layers.AveragePooling2D(),
+        layers.AveragePooling2D(2),
         layers.Flatten(),
         layers.Dense(120, activation="relu"),
         layers.Dense(84, activation="relu"),

@@ -5,7 +5,7 @@ import argparse
 import keras
 import numpy as np
 
-from syncline.data import iris
+from syncline.data.iris import iris
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=60)

@@ -5,8 +5,10 @@ A backend is a module with the functions of `Backend`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import keras
@@ -27,6 +29,9 @@ class Backend(Protocol):
 
     def is_in_xla(self) -> bool:
         """Whether the code that runs now is being compiled so that it cannot call out."""
+
+    def is_traced(self) -> bool:
+        """Whether the code that runs now only describes what runs later."""
 
     def outside(self) -> Any:
         """Context in which variables can be created, read and written, also while a graph is being traced."""
@@ -54,6 +59,24 @@ def current() -> Backend:
         )
     check_versions(name)
     return cast("Backend", importlib.import_module(f"syncline.keras.on_{name}"))
+
+
+_place = threading.local()
+
+
+@contextlib.contextmanager
+def from_graph() -> Iterator[None]:
+    """Around what a graph or compiled code calls."""
+    _place.is_graph = True
+    try:
+        yield
+    finally:
+        _place.is_graph = False
+
+
+def is_from_graph() -> bool:
+    """Whether an error raised now would go through the framework, and lose its type."""
+    return getattr(_place, "is_graph", False)
 
 
 def to_host(tensor: Any) -> Any:

@@ -41,7 +41,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Keras calls this before the progress bar reads the same dict."""
-        steps = params.get("steps")
+        steps, self._dataset = params.get("steps"), None
         if isinstance(steps, NumBatches):
             self._dataset, params["steps"] = steps.dataset, steps.expected
         if not self._job.is_chief:
@@ -162,7 +162,8 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         if not self._is_training:
             return logs
         self._is_training = False
-        found = self._together("training", logs, float(self._job.samples_taken - self._taken))
+        samples = float(self._job.samples_taken - self._taken) if self._dataset is not None else 1.0
+        found = self._together("training", logs, samples)
         self.model.optimizer.steps.pull()
         return found
 

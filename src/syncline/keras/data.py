@@ -298,7 +298,7 @@ class Pass:
                 self.dataset.be_quiet()
             raise self._end_of_data
         # Else there may be more when the steps of the batches that were read ahead are made, and not before: the last
-        # batch comes again, in a step without weight.
+        # batch comes again, in a step that does not count.
         self._ahead.append(samples is not None)
         return self._last
 
@@ -319,12 +319,12 @@ class Pass:
             self._loop.comes_back()
         return None if self._loop.is_over else self._numbers.next()
 
-    def hand_out(self) -> float | None:
-        """A step uses the oldest batch. Returns the step's weight; None: by its samples."""
-        if self._ahead and self._ahead.popleft():
+    def hand_out(self) -> bool:
+        """A step uses the oldest batch. Returns whether it counts."""
+        counts = bool(self._ahead) and self._ahead.popleft()
+        if counts:
             self._loop.hand_out()
-            return None
-        return 0.0
+        return counts
 
     @property
     def is_open(self) -> bool:
@@ -341,8 +341,8 @@ class Pass:
             self._loop.__exit__(kind, None, None)
 
 
-def hand_out(job: Job) -> float | None:
-    """A step begins: its batch counts with it. Returns the step's weight; None: by its samples."""
+def hand_out(job: Job) -> bool:
+    """A step begins: its batch counts with it. Returns False for a batch that has come again, without a step."""
     found = _passes.get(job)
     if found is not None and found.is_open:
         return found.hand_out()
@@ -351,7 +351,7 @@ def hand_out(job: Job) -> float | None:
             "fit was given data that is not shared among the workers: every worker trains on all of it. Give "
             "syncline.keras.dataset((x, y), batch_size) to fit, and each sample is trained on once in an epoch"
         )
-    return None
+    return True
 
 
 def is_read(job: Job) -> str:

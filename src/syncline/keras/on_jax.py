@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from syncline.keras.backends import Exchange
+from syncline.keras.backends import Exchange, from_graph
 
 
 def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -18,7 +18,8 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
         return [np.array(array) for array in exchange([np.asarray(tensor) for tensor in tensors])]
 
     def call(*arrays: Any) -> list[Any]:
-        return [np.array(array) for array in exchange([np.asarray(array) for array in arrays])]
+        with from_graph():
+            return [np.array(array) for array in exchange([np.asarray(array) for array in arrays])]
 
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in like]
     return list(io_callback(call, shapes, *tensors, ordered=True))
@@ -26,6 +27,10 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
 
 def is_in_xla() -> bool:
     return False
+
+
+def is_traced() -> bool:
+    return True  # an optimizer is built before its first step, which may be compiled
 
 
 def outside() -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from syncline.keras.backends import Exchange
+from syncline.keras.backends import Exchange, from_graph
 
 
 def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
@@ -20,7 +20,8 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
 
     def call(*arrays: Any) -> list[Any]:
         # TensorFlow may keep the memory of a returned array, and the job overwrites its own.
-        return [np.array(array) for array in exchange(list(arrays))]
+        with from_graph():
+            return [np.array(array) for array in exchange(list(arrays))]
 
     found = tf.numpy_function(call, given, [each.dtype for each in like], stateful=True)
     for tensor, each in zip(found, like, strict=True):
@@ -32,6 +33,10 @@ def is_in_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def is_traced() -> bool:
+    return not tf.executing_eagerly()
 
 
 def outside() -> Any:

@@ -22,6 +22,10 @@ def is_in_xla() -> bool:
     return False
 
 
+def is_traced() -> bool:
+    return False
+
+
 def outside() -> Any:
     return contextlib.nullcontext()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,8 +71,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         elif not self.built:
+            before = [to_host(variable) for variable in trainable_variables] if self._steps.is_eager() else []
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
+            self._steps.mind_late_build(before)
         self._check_variables_are_known(trainable_variables)
         backend = backends.current()
         pairs = [(g, v) for g, v in zip(grads, trainable_variables, strict=True) if g is not None]
@@ -144,7 +145,6 @@ class _Steps:
         self._kept: tuple[list[str], list[Any], Any] | None = None  # XLA: names, gradients, learning rate
         self._waits = False  # XLA, the optimizer on the worker
         self.callback: Any = None  #: while `fit` runs with one
-        self._lock = threading.Lock()
 
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
         """Registers the variables, and gives them the job's values."""
@@ -196,6 +196,21 @@ class _Steps:
     def runs_on_worker(self) -> bool:
         return self.host.runs_on_worker
 
+    @staticmethod
+    def is_eager() -> bool:
+        """Whether a step runs at once, and not later as a graph or compiled code."""
+        return not backends.current().is_traced()
+
+    def mind_late_build(self, before: Sequence[Any]) -> None:
+        """The gradients of the first step are there already: were they computed from other values?"""
+        now = [to_host(variable) for variable in self.variables] if before else []
+        if any(not np.array_equal(one, other) for one, other in zip(before, now, strict=True)):
+            self.job.notice(
+                f"{self.job.name} computed its first gradients before it had the job's values. Call "
+                "optimizer.build(model.trainable_variables) before the loop",
+                is_own=True,
+            )
+
     def name_at(self, index: int) -> str:
         return self._names[index]
 
@@ -215,10 +230,11 @@ class _Steps:
             buffers = self._buffers_in(arrays[len(names) + 1 :])
 
             def step() -> Mapping[str, Any]:
-                weight = data.hand_out(self.job)
+                if not data.hand_out(self.job):
+                    return self.host.values
                 self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
                 self._mind_callback()
-                return self.host.step(gradients, options={"lr": rate}, weight=weight, buffers=buffers)
+                return self.host.step(gradients, options={"lr": rate}, buffers=buffers)
 
             return self._guarded(step)
 
@@ -230,10 +246,11 @@ class _Steps:
         buffers = self._buffers_in(arrays[len(self._names) :])
 
         def step() -> Mapping[str, Any]:
-            weight = data.hand_out(self.job)
+            if not data.hand_out(self.job):
+                return own
             self._num_steps += 1
             self._mind_callback()
-            found = self.host.local_step(own, weight=weight, buffers=buffers)
+            found = self.host.local_step(own, buffers=buffers)
             return own if found is None else found
 
         return self._guarded(step)
@@ -253,14 +270,13 @@ class _Steps:
 
     def _guarded(self, step: Callable[[], Mapping[str, Any]]) -> list[Any]:
         """An error in a graph or in compiled code would lose its type: the script's own thread raises it later."""
-        is_script = threading.current_thread() is threading.main_thread()
-        if not is_script and self._failure is not None:
+        is_graph = backends.is_from_graph()
+        if is_graph and self._failure is not None:
             return [self.host.values[name] for name in self._names]
         try:
-            with self._lock:
-                found = step()
+            found = step()
         except BaseException as error:
-            if is_script or not (self.callback is not None or data.is_read(self.job)):
+            if not is_graph or not (self.callback is not None or data.is_read(self.job)):
                 raise
             self._failure = error
             data.failed(self.job, error)
@@ -360,6 +376,8 @@ class _Steps:
         return {**found, "rate": self.rate_now(), "state": state}
 
     def _put_back(self, saved: Any) -> None:
+        if getattr(self._inner._iterations, "_value", 0) is None:
+            return  # Keras on JAX, inside of an epoch: it was done before `fit` began
         try:
             state, own = saved.get("state", []), self._inner.variables
             if len(state) == len(own) and self.runs_on_worker:

@@ -3,10 +3,6 @@
 # Layout: tape (mean gradients of all workers, and their first values). The optimizer and the data sets are those of
 # syncline.keras on its backend TensorFlow.
 
-import os
-
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # what tf.keras is, and what Keras takes by itself
-
 from syncline.keras.versions import check_versions
 
 check_versions("tensorflow", "keras")

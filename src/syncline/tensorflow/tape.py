@@ -73,7 +73,8 @@ class DistributedGradientTape:
             by_name = dict(zip(names, arrays, strict=True))
             if tuple(names) not in known:
                 known[tuple(names)] = MeanGradients(job, by_name)
-            means = known[tuple(names)].mean(by_name, data.hand_out(job))
+            data.hand_out(job)
+            means = known[tuple(names)].mean(by_name)
             return [means[name] for name in names]
 
         return on_tensorflow.call_out(exchange, gradients, gradients)

@@ -42,7 +42,7 @@ def test_lenet_at_a_small_size(commands: Commands) -> None:
     words = [str(EXAMPLES / "keras_lenet.py"), "--epochs", "1", "--samples", "3000"]
     result = commands.run("run", "-w", "2", "-s", "1", *words)
     assert result.code == 0 and len(set(accuracies(result.output))) == 1, result.output
-    assert accuracies(result.output)[0] > 0.5, result.output
+    assert accuracies(result.output)[0] > 0.4, result.output
     model = keras.models.load_model(commands.folder / "lenet.keras")
     assert model.count_params() == 44_426
     assert all(np.isfinite(each).all() for each in model.get_weights())
@@ -51,4 +51,4 @@ def test_lenet_at_a_small_size(commands: Commands) -> None:
 def test_mlp_at_a_small_size(commands: Commands) -> None:
     words = [str(EXAMPLES / "keras_mnist_mlp.py"), "--epochs", "1", "--samples", "3000"]
     result = commands.run("run", "-w", "2", "-s", "1", *words)
-    assert result.code == 0 and accuracies(result.output)[0] > 0.6, result.output
+    assert result.code == 0 and accuracies(result.output)[0] > 0.45, result.output

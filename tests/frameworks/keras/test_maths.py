@@ -87,6 +87,8 @@ def test_a_rule_of_the_servers(job: Job, name: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("name", "options"), ON_WORKER, ids=_named)
 def test_an_optimizer_on_the_worker(job: Job, name: str, options: dict[str, Any]) -> None:
+    if "gradient_accumulation_steps" in options and keras.backend.backend() == "jax":
+        pytest.skip("JAX compiles the condition of every eager step again")
     plain, distributed = _both(name, options)
     assert why_on_worker(distributed.inner_optimizer)
     _compare(plain, distributed, 2e-5)
