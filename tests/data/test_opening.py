@@ -54,7 +54,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     """A machine that has small stand-ins of both image sets under $SYNCLINE_DATA."""
     monkeypatch.setenv("SYNCLINE_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name, table, shift in (("mnist", "_MNIST_SHA256", 1), ("fashion-mnist", "SHA256", 0)):
+    for name, table, shift in (("mnist", "MNIST_SHA256", 1), ("fashion-mnist", "SHA256", 0)):
         files = {
             "train-images-idx3-ubyte": idx(IMAGES + np.uint8(shift)),
             "train-labels-idx1-ubyte": idx(LABELS + np.uint8(shift)),
