@@ -39,7 +39,8 @@ def pushed(job: Any) -> int:
 
 
 def test_two_processes_are_a_whole_ring_and_give_what_servers_give(commands: Any) -> None:
-    result = commands.run("run", "-w", "2", "--exchange", "ring", commands.script(SCRIPT), "5", "0")
+    script = commands.script(SCRIPT.replace("import numpy", "import torch, numpy"))  # computes as servers do
+    result = commands.run("run", "-w", "2", "--exchange", "ring", script, "5", "0")
     assert result.code == 0, result.output
     assert "2 workers as a ring, sync; runs " in result.output and result.output.count("ended\n") == 2
     assert not list(commands.folder.glob("runs/*/server-*.log")), "there is no process of a server"

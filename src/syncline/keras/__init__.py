@@ -3,11 +3,12 @@
 # Layout, in reading order.
 #
 # optimizer                             DistributedOptimizer: a Keras optimizer whose rule runs on the servers
-# rules                                 Keras' optimizers as rules
+# steps, rules                          its steps in the job; Keras' optimizers as rules
 # backends                              how a step calls out of eager code, a graph or a compiled function
 # on_torch, on_tensorflow, on_jax       the same for each backend
 # callback                              Callback: initial values, merged metrics, stop rules, restarts
-# data, tf_source                       dataset(): leased batches for `fit`; a tf.data.Dataset as a source
+# data, passes, tf_source               dataset(): leased batches for `fit`, by epochs; a tf.data.Dataset as a source
+# versions                              the lowest that work
 
 from syncline.keras.versions import check_versions
 

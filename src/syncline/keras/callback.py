@@ -11,7 +11,7 @@ import numpy as np
 
 from syncline.core.conditions import METRIC
 from syncline.errors import ConfigError
-from syncline.keras import data
+from syncline.keras import passes
 from syncline.keras.data import Dataset, NumBatches
 from syncline.keras.optimizer import NO_LOSS_SCALE, DistributedOptimizer
 from syncline.worker.current import current_job
@@ -149,7 +149,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         _Merging.remove(self.model)
         self.model.optimizer.steps.callback = None
         self.model._initial_epoch = None
-        data.leave(self._job)
+        passes.leave(self._job)
 
     # -- metrics ------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
-from syncline.keras import data, on_tensorflow
-from syncline.keras.optimizer import names_of
+from syncline.keras import on_tensorflow, passes
+from syncline.keras.steps import names_of
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 from syncline.worker.mean_gradients import MeanGradients
@@ -73,7 +73,7 @@ class DistributedGradientTape:
             by_name = dict(zip(names, arrays, strict=True))
             if tuple(names) not in known:
                 known[tuple(names)] = MeanGradients(job, by_name)
-            data.hand_out(job)
+            passes.hand_out(job)
             means = known[tuple(names)].mean(by_name)
             return [means[name] for name in names]
 

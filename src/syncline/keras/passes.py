@@ -1,0 +1,143 @@
+"""One epoch of a dataset in this worker, and what a step does with it.
+
+Keras may read batches before the steps that use them. A commit acknowledges all samples that were handed out, so a
+batch is handed out when its step is committed, not when it is read.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from syncline.errors import ConfigError
+from syncline.keras import backends
+from syncline.worker.data.loop import LeasedNumbers, Loop
+from syncline.worker.job import Job
+
+#: Batches that Keras may have read ahead of its steps.
+_MOST_AHEAD = 3
+_passes: weakref.WeakKeyDictionary[Job, Pass] = weakref.WeakKeyDictionary()  # the open pass of each job
+
+
+class Reads(Protocol):
+    """What a pass needs of its dataset."""
+
+    is_stopped: bool
+
+    def numbers(self, loop: Loop) -> LeasedNumbers: ...
+    def read(self, samples: Any) -> Any: ...
+    def be_quiet(self) -> None: ...
+
+
+class Pass:
+    """One epoch of a dataset in this worker. Keras may read ahead of its steps."""
+
+    def __init__(self, dataset: Reads, loop: Loop, reader: str, end: Exception) -> None:
+        self.dataset, self._loop = dataset, loop
+        self.reader, self._end_of_data = reader, end  #: `reader`: "fit", or empty for a loop of the script
+        self.epoch, self._numbers = loop.reading.epoch, dataset.numbers(loop)
+        self._ahead: collections.deque[bool] = collections.deque()  # read, and in no step yet: whether it is leased
+        self._last: Any = None  # the last batch
+        self._is_entered = self._is_over = False
+        self.failure: BaseException | None = None  #: of a step, to be raised in the script's thread
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        backends.current().settle()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        samples = self._next_samples()
+        if samples is not None:
+            self._last = self.dataset.read(samples)
+        elif not any(self._ahead):
+            self._end(None)
+            if self.reader:
+                self.dataset.be_quiet()
+            raise self._end_of_data
+        # Else there may be more when the steps of the batches that were read ahead are made, and not before: the last
+        # batch comes again, in a step that does not count.
+        self._ahead.append(samples is not None)
+        return self._last
+
+    def _next_samples(self) -> Any:
+        """Of the next batch; None: there is none."""
+        if self._is_over or self.dataset.is_stopped:
+            return None
+        if len(self._ahead) >= _MOST_AHEAD:
+            raise ConfigError(
+                "this dataset was read without a step of a syncline.keras.DistributedOptimizer. For validation_data, "
+                "evaluate and predict give dataset(…, training=False); to train, compile the model with "
+                "DistributedOptimizer"
+            )
+        if not self._is_entered:
+            self._is_entered = True
+            self._loop.__enter__()
+        elif not any(self._ahead):
+            self._loop.comes_back()
+        return None if self._loop.is_over else self._numbers.next()
+
+    def hand_out(self) -> bool:
+        """A step uses the oldest batch. Returns whether it counts."""
+        counts = bool(self._ahead) and self._ahead.popleft()
+        if counts:
+            self._loop.hand_out()
+        return counts
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_over
+
+    def leave(self) -> None:
+        """The script goes on without the rest of the epoch."""
+        if not self._is_over:
+            self._end(GeneratorExit)
+
+    def _end(self, kind: type[BaseException] | None) -> None:
+        was_over, self._is_over = self._is_over, True
+        if self._is_entered and not was_over:
+            self._loop.__exit__(kind, None, None)
+
+
+def begin(job: Job, dataset: Reads, loop: Loop, reader: str, end: Exception) -> Pass:
+    """The next epoch; what is left of the one before is given back."""
+    leave(job)
+    found = _passes[job] = Pass(dataset, loop, reader, end)
+    return found
+
+
+def hand_out(job: Job) -> bool:
+    """A step begins: its batch counts with it. Returns False for a batch that has come again, without a step."""
+    found = _passes.get(job)
+    if found is not None and found.is_open:
+        return found.hand_out()
+    if job.world_size > 1 and not job.exchange.lease_acks.has_position:
+        job.notice(
+            "fit was given data that is not shared among the workers: every worker trains on all of it. Give "
+            "syncline.keras.dataset((x, y), batch_size) to fit, and each sample is trained on once in an epoch"
+        )
+    return True
+
+
+def is_read(job: Job) -> str:
+    """What reads an epoch of a dataset now: `fit`, or a `loop` of the script; empty: nothing."""
+    found = _passes.get(job)
+    return (found.reader or "loop") if found is not None and found.is_open else ""
+
+
+def failed(job: Job, error: BaseException) -> None:
+    """A step failed in another thread: the script's thread raises it when it asks for the next batch."""
+    found = _passes.get(job)
+    if found is not None and found.is_open:
+        found.failure = error
+
+
+def leave(job: Job) -> None:
+    """`fit` has ended."""
+    found = _passes.pop(job, None)
+    if found is not None:
+        found.leave()
