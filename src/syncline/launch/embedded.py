@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import pathlib
 import secrets
@@ -92,7 +93,10 @@ class InProcess:
         return made
 
     def add_server(self, name: str, host: str = "local") -> Call:
-        # Imported here: a worker without torch has its server in a child process.
+        # As in a server's own process. (A script that has not loaded it has its server in a child process.)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch")
+        # Imported here: a worker with its server in a child process needs none of this.
         from syncline.server.pool import InlinePool
         from syncline.server.service import Server
         from syncline.server.storage import home_of
