@@ -106,8 +106,7 @@ class SliceRules:
         self.before_change: Callable[[bool], None] | None = None
         self._gathered: Gathered | None = None  # made by the first push that is held
         self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], home.decay)
-        self._checked: set[int] = set()  # groups with a user's rule, after its first step
-        self._rules = self._make_rules()
+        self._begin(self._make_rules())
 
     def about_to_change(self, waits: bool = True) -> None:
         """Under the slice's lock: lets a snapshot keep the old data. `waits`: it may wait for memory."""
@@ -177,6 +176,11 @@ class SliceRules:
         if self._specs[index].elementwise:
             return view
         return view.reshape(self.segment.parameters[self.pieces[index].parameter].shape)
+
+    def _begin(self, rules: dict[int, GroupRule]) -> None:
+        self._rules = rules
+        #: Groups with a user's rule that has made no step yet.
+        self._unchecked = {group for group in rules if is_named(self.segment.rules[group].name)}
 
     def _make_rules(self) -> dict[int, GroupRule]:
         members: dict[int, dict[int, Numbers]] = {}
@@ -365,8 +369,8 @@ class SliceRules:
         elif weight != 1.0:
             override = {**override, "lr": weight * float(override.get("lr", rule.defaults["lr"]))}
         rule.step(gradients, override)
-        if group not in self._checked and is_named(name):
-            self._checked.add(group)
+        if group in self._unchecked:
+            self._unchecked.remove(group)
             self._check_own_state(group)
 
     def _check_own_state(self, group: int) -> None:
@@ -417,7 +421,7 @@ class SliceRules:
         rules = self._make_rules()
         for group, states in fresh.items():
             rules[group].load(states)
-        self._rules, self._checked = rules, set()
+        self._begin(rules)
 
     def _check_state(self, entry: StateEntry) -> None:
         spec = (self.part.dtype, tuple(self._parameters[entry.piece].shape))
