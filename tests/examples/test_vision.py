@@ -47,7 +47,7 @@ def test_pictures_are_padded_with_black(vision: ModuleType) -> None:
     ("model", "way", "buffers"),
     [
         ("mobilenet", ("-s", "1"), "chief"),
-        ("mobilenet", ("--exchange", "ring"), "mean"),
+        pytest.param("mobilenet", ("--exchange", "ring"), "mean", marks=pytest.mark.proof),
         *(
             pytest.param(model, way, buffers, marks=pytest.mark.proof)
             for model in ("resnet18", "vgg11")

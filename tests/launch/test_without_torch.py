@@ -49,7 +49,11 @@ def test_an_embedded_job(without_torch: Any) -> None:
     assert result.code == 0 and "x [-1.5, -1.5, -1.5] y [[2.5, 2.5], [2.5, 2.5]] None" in result.output, result.output
 
 
-@pytest.mark.parametrize("how", [("-w", "1", "-s", "1"), ("-w", "1", "--exchange", "ring")], ids=["servers", "ring"])
+@pytest.mark.parametrize(
+    "how",
+    [("-w", "1", "-s", "1"), pytest.param(("-w", "1", "--exchange", "ring"), marks=pytest.mark.proof)],
+    ids=["servers", "ring"],
+)
 def test_a_rule_that_needs_torch(without_torch: Any, how: tuple[str, ...]) -> None:
     script = without_torch.script(SCRIPT.replace("RULE", '"NAdam"'))
     result = without_torch.run("run", *how, script)
@@ -70,6 +74,7 @@ def test_what_needs_torch_says_so(without_torch: Any, text: str) -> None:
     assert "syncline.torch needs torch: pip install 'syncline[torch]'" in result.output, result.output
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("how", "message"),
     [
