@@ -42,14 +42,14 @@ def test_pictures_are_padded_with_black(vision: ModuleType) -> None:
     assert made[0, :, 2:-2, 2:-2].unique().tolist() == [0.5] and made[0, :, :2].unique().tolist() == [-0.5]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("model", "way", "buffers"),
     [
         ("mobilenet", ("-s", "1"), "chief"),
-        pytest.param("mobilenet", ("--exchange", "ring"), "mean", marks=pytest.mark.proof),
+        ("mobilenet", ("--exchange", "ring"), "mean"),
         *(
-            pytest.param(model, way, buffers, marks=pytest.mark.proof)
+            (model, way, buffers)
             for model in ("resnet18", "vgg11")
             for way, buffers in ((("-s", "1"), "mean"), (("--exchange", "ring"), "chief"))
         ),

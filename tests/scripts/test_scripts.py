@@ -42,7 +42,7 @@ def test_in_rounds_two_workers_have_the_numbers_of_one_process(name: str, way: s
         pytest.param("resnet", "async", Kill("worker-0", 11), 0.0, marks=pytest.mark.proof),
         ("reinforce", "sync", Kill("worker-1", 7), 0.0),
         ("lstm", "bounded:2", Kill("worker-1", 23), 0.05),  # it comes back while the others are at work
-        ("gan", "ring", Kill("worker-0", 31), 0.0),
+        pytest.param("gan", "ring", Kill("worker-0", 31), 0.0, marks=pytest.mark.proof),
         ("stream", "sync", Kill("worker-1", 5, at_any_moment=True), 0.0),
     ],
     ids=str,
