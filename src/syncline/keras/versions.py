@@ -7,7 +7,7 @@ import importlib.metadata
 from syncline.errors import ConfigError
 
 #: By package.
-LOWEST = {"keras": "3.10.0", "tensorflow": "2.17.0", "jax": "0.4.30", "torch": "2.4.0"}
+LOWEST = {"keras": "3.10.0", "tensorflow": "2.17.0", "jax": "0.5.1", "torch": "2.4.0"}
 #: The distributions that have the package `tensorflow`.
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly")}
 

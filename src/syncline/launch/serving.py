@@ -31,7 +31,7 @@ from syncline.server.service import Server
 from syncline.server.storage import SliceStorage, home_of
 
 #: Measured: docs/guides/numpy.md.
-WITHOUT_TORCH = "torch is not installed, so servers compute with NumPy: updates take two to seven times as long"
+WITHOUT_TORCH = "torch is not installed, so servers compute with NumPy: updates take about two to four times as long"
 
 
 class End(NamedTuple):
