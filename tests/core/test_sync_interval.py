@@ -127,12 +127,3 @@ def test_frequencies_that_do() -> None:
         check_settings(JobConfig(workers=3, policy=policy, sync_every="auto"))
     check_settings(JobConfig(workers=3, exchange="ring", sync_every="auto"))
     check_settings(JobConfig(policy="bounded:2", pull_every=4, window=3))
-
-
-def test_in_rounds_who_waits_for_others_with_a_higher_h_follows_them() -> None:
-    """Another worker has raised H to 64, this one to 32: it waits for half of the other's steps, and raises too."""
-    interval = SyncInterval("auto", in_rounds=True)
-    for exchange in (0.03, 0.025, 0.5):
-        for _ in range(4):
-            interval.pushed(interval.steps, interval.steps * 0.016, exchange)
-    assert interval.steps == 64

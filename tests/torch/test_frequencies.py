@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 from syncline import Rule
 from syncline.core import sync_interval
 from syncline.testing import local_job
-from syncline.torch import DataLoader, DistributedOptimizer, local_steps
+from syncline.torch import DataLoader, DistributedOptimizer
 from syncline.worker.job import Job
 
 LR = 0.5  #: with gradients of -1, a step adds exactly this
@@ -291,23 +291,19 @@ def test_a_job_tells_how_many_steps_it_makes_for_a_push(tmp_path: pathlib.Path, 
         assert jobs.run(train) == [64, 64]
 
 
-def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_samples(monkeypatch: Any) -> None:
-    """With `auto`, in `sync`: three steps of one worker and one of the other, twice. A sample counts the same."""
-
-    class Chosen(sync_interval.SyncInterval):
-        def __init__(self, every: Any, *, in_rounds: bool) -> None:
-            super().__init__({"worker-0": 3, "worker-1": 1}[threading.current_thread().name])
-
-    monkeypatch.setattr(local_steps, "SyncInterval", Chosen)
+def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_samples() -> None:
+    """Three steps of one worker and one of the other, as at the end of its data, twice. A sample counts the same."""
 
     def train(job: Job) -> tuple[list[float], int]:
         model, optimizer = wrapped(job, 2)
         for _ in range(6 if job.rank == 0 else 2):
             model.mark(job.rank)
             optimizer.step(weight=1.0)
+            if job.rank == 1:
+                optimizer.pull()  # pushes the step
         return model.one.tolist(), job.committed.steps
 
-    with local_job(workers=2, sync_every="auto") as jobs:
+    with local_job(workers=2, sync_every=3) as jobs:
         one, two = jobs.run(train)
     assert one == ([2 * 1.5 * 3 / 4, 2 * 0.5 * 1 / 4], 6) and two == (one[0], 2)
 

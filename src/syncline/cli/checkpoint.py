@@ -96,7 +96,9 @@ def show(checkpoint: OneArgument) -> None:
     listed = Table("parameter", "type", "rule", box=None)
     for segment in manifest.segments:
         for parameter in segment.parameters:
-            listed.add_row(own[parameter.name], parameter.describe(), segment.rule_of(parameter).name)
+            listed.add_row(
+                own.get(parameter.name, parameter.name), parameter.describe(), segment.rule_of(parameter).name
+            )
     _print(listed)
 
 

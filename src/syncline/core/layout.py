@@ -18,6 +18,8 @@ FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 INTEGERS = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 ITEM_BYTES = {**FLOATS, **INTEGERS}
 REDUCE = ("mean", "sum")
+#: Names of Syncline's own numbers begin with this. They are not a model's, and not among its weights.
+OWN_PREFIX = "syncline."
 MAX_DIMENSIONS = 64
 MAX_PARAMETERS = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 44

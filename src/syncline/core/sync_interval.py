@@ -33,13 +33,12 @@ class SyncInterval:
     """The number of local steps between two pushes of one worker.
 
     With `auto`, every fourth push decides. An exchange takes about the same time whatever H is, and so does a step.
-    So the share of H steps is predicted: exchange / (exchange + H · compute). In `bounded` a worker that waits for
-    slower workers waits longer with a higher H: if a raise did not lower the seconds per step, it is undone, and not
-    tried again for a while. In rounds it is not: the others may have a higher H, and who waits may as well step.
+    So the share of H steps is predicted: exchange / (exchange + H · compute). A worker that waits for slower workers
+    waits longer with a higher H: if a raise did not lower the seconds per step, it is undone, and not tried again for
+    a while.
     """
 
-    def __init__(self, sync_every: int | str, *, in_rounds: bool = False) -> None:
-        self._in_rounds = in_rounds
+    def __init__(self, sync_every: int | str) -> None:
         self.is_auto = sync_every == "auto"
         self.steps = LEAST_STEPS if isinstance(sync_every, str) else sync_every  #: H now
         self._compute: list[float] = []  # seconds per step, of each push since the last decision
@@ -47,25 +46,24 @@ class SyncInterval:
         self._before: tuple[int, float] | None = None  # H before the last raise, and exchange seconds per step
         self._patience = 0
 
-    def pushed(self, num_steps: int, compute_seconds: float, exchange_seconds: float) -> bool:
-        """A push of so many steps is complete. Returns whether H has changed."""
+    def pushed(self, num_steps: int, compute_seconds: float, exchange_seconds: float) -> None:
+        """A push of so many steps is complete: H may change."""
         if not self.is_auto or num_steps < 1:
-            return False
+            return
         self._compute.append(max(0.0, compute_seconds) / num_steps)
         self._exchange.append(max(0.0, exchange_seconds))
         if len(self._exchange) < NUM_PUSHES:
-            return False
+            return
         # The shortest: in the others the worker also waited for slower ones, or for a reconfiguration, and a higher H
         # does not shorten that.
         compute, exchange = statistics.median(self._compute), min(self._exchange)
         self._compute, self._exchange = [], []
-        before, self.steps = self.steps, self._decide(compute, exchange)
-        return self.steps != before
+        self.steps = self._decide(compute, exchange)
 
     def _decide(self, compute: float, exchange: float) -> int:
         share, before = share_of(exchange, compute, self.steps), self._before
         self._before, self._patience = None, max(0, self._patience - 1)
-        if before is not None and not self._in_rounds and exchange / self.steps > NO_GAIN * before[1]:
+        if before is not None and exchange / self.steps > NO_GAIN * before[1]:
             self._patience = PATIENCE
             return before[0]
         if share > MOST_SHARE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from syncline.core.layout import OWN_PREFIX
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
 from syncline.jax.host_calls import calls_of
@@ -56,6 +57,6 @@ def broadcast(tree: Any, *, job: Job | None = None) -> Any:
     leaves = known.leaves(tree, "tree")
     named = known.named(leaves)
     given = encoded(named)
-    prefix = free_prefix(job, given, "broadcast.")
+    prefix = free_prefix(job, given, f"{OWN_PREFIX}broadcast.")
     values = HostMemory(job, given, Rule("Assign"), prefix).values
     return known.build(placed([decoded(values[name], named[name]) for name in known.names], leaves))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from syncline.core.checkpoint import tensor_file
 from syncline.core.checkpoint.manifest import Manifest, SavedSlice
-from syncline.core.layout import ITEM_BYTES, Segment, Slice
+from syncline.core.layout import ITEM_BYTES, OWN_PREFIX, Segment, Slice
 from syncline.errors import ConfigError, StoreError
 from syncline.store.checkpoints import POINTERS, Chosen, candidates, pointed
 from syncline.store.disk import PART, create, discard, sync_folder, write_all
@@ -85,8 +85,8 @@ class Weights:
         found = []
         for segment in self.chosen.manifest.segments:
             for parameter in segment.parameters:
-                name = self._own[parameter.name]
-                if name in self._wanted:
+                name = self._own.get(parameter.name)
+                if name is not None and name in self._wanted:
                     found.append(Weight(name, self._averages.get(name, parameter.dtype), parameter.shape))
         return found
 
@@ -163,8 +163,8 @@ class Weights:
         end = 0
         for index, piece in enumerate(segment.pieces(part)):
             parameter = segment.parameters[piece.parameter]
-            name = self._own[parameter.name]
-            if name not in self._wanted:
+            name = self._own.get(parameter.name)
+            if name is None or name not in self._wanted:
                 continue
             if name in self._averages:
                 size = tensor_file.ITEM_SIZES[self._averages[name]]
@@ -242,10 +242,15 @@ def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
-    """The model's name of each parameter. Parameters without an optimizer are registered under another name."""
+    """The model's name of each parameter. Parameters without an optimizer are registered under another name.
+
+    What Syncline has registered for itself is left out.
+    """
     rules = {p.name: segment.rule_of(p).name for segment in manifest.segments for p in segment.parameters}
     found = {}
     for name, rule in rules.items():
+        if name.startswith(OWN_PREFIX):
+            continue
         own = name.removeprefix(_FIXED)
         found[name] = own if rule == "Assign" and own not in rules else name
     return found
@@ -276,7 +281,9 @@ def _averages(chosen: Chosen, own: dict[str, str]) -> dict[str, str]:
         for part in segment.slices:
             kept = {state.piece: state.tensor for state in saved[part.id].states if state.key == AVERAGE_KEY}
             for index, piece in enumerate(segment.pieces(part)):
-                name = own[segment.parameters[piece.parameter].name]
+                name = own.get(segment.parameters[piece.parameter].name)
+                if name is None:
+                    continue
                 tensor = tensors.get((saved[part.id].file, kept.get(index, "")))
                 if tensor is None or math.prod(tensor.shape) != piece.num_items:
                     lacking.add(name)

@@ -15,20 +15,17 @@ import torch
 
 from syncline.core.layout import Ranges, to_ranges
 from syncline.core.rule import Rule, outer_of
-from syncline.core.sync_interval import SyncInterval
-from syncline.stats import StepTimes
 from syncline.torch.parameters import FlatMemory, Tracked, as_tensor
 from syncline.worker.job import Job
+from syncline.worker.push_interval import PushInterval
 
 
 class LocalSteps:
     """Counts local steps and sends their deltas. Optimizer state stays on the worker."""
 
-    def __init__(self, job: Job, opt: torch.optim.Optimizer) -> None:
-        self._job, self._opt, self._interval = job, opt, SyncInterval(job.config.sync_every, in_rounds=job.in_rounds)
-        self._clock = job.exchange.times
-        self._clock.steps_per_push = self._interval.steps
-        self._times = StepTimes()  # at the end of the last push
+    def __init__(self, job: Job, opt: torch.optim.Optimizer, prefix: str) -> None:
+        self._job, self._opt, self._clock = job, opt, job.exchange.times
+        self.interval = PushInterval(job, prefix)
         outer = outer_of(job.config)
         self.rule = outer or Rule("Add")  #: for registering the parameters
         self._is_gradient = outer is not None
@@ -66,7 +63,7 @@ class LocalSteps:
         self._steps += 1
         self._weight += weight
         self._job.stepped()
-        if self._steps >= self._interval.steps:
+        if self._steps >= self.interval.num_steps:
             self.flush()
 
     @torch.no_grad()
@@ -87,15 +84,9 @@ class LocalSteps:
             # A rule descends along its gradient, so the gradient is the negative delta.
             torch.sub(*((start, end) if self._is_gradient else (end, start)), out=target)
         weight, self._steps, self._weight = self._weight, 0, 0.0
-        self._synchronise(weight, to_ranges(layout.parameter_id(item.name) for item in self._tracked))
-        self._measure(num_steps)
-
-    def _measure(self, num_steps: int) -> None:
-        """The push is answered: its steps count, and with `auto` the number of the next ones may change."""
-        before, self._times = self._times, self._clock.times()
-        now = self._times
-        if self._interval.pushed(num_steps, now.compute - before.compute, now.exchange - before.exchange):
-            self._clock.steps_per_push = self._interval.steps
+        pushed = to_ranges(layout.parameter_id(item.name) for item in self._tracked)
+        self._synchronise(weight, pushed + self.interval.collect())
+        self.interval.pushed(num_steps)
         self._job.pushed_local_steps()
 
 

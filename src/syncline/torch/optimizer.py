@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients: list[Gradients] = []
         self._notices = Notices(self._job, self._in_rounds)
         self._batch_sizes = BatchSizes(self._job, model, in_rounds=self._in_rounds)
-        self._local = LocalSteps(self._job, opt) if self._job.config.steps_locally else None
+        self._local = LocalSteps(self._job, opt, self._prefix) if self._job.config.steps_locally else None
         self._sides = self._open_sides()
         self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
@@ -215,7 +215,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 lazy=self._overlap,
                 device_channel=self._device_channel,
             )
-        receiver = HostReceiver(exchange, self._tracked, self._buffers, window, in_place=self._local is None)
+        also = self._local.interval.flats if self._local is not None else {}
+        receiver = HostReceiver(exchange, self._tracked, self._buffers, window, also, in_place=self._local is None)
         if self._local is not None:
             self._local.begin(self._tracked, receiver.flat, self._synchronise)
         return receiver

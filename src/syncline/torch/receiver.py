@@ -10,6 +10,7 @@ import torch
 
 from syncline.torch.buffers import Buffers
 from syncline.torch.parameters import FlatMemory, Tracked
+from syncline.worker.arrays import Bytes
 from syncline.worker.exchange.commit import ServersTicket
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.exchange.targets import FlatTarget, Target
@@ -61,12 +62,14 @@ class HostReceiver:
         tracked: Sequence[Tracked],
         buffers: Buffers | None,
         window: int,
+        also: dict[int, Bytes],
         *,
         in_place: bool,
     ) -> None:
+        """`also`: memory for other segments that the answers bring."""
         self._exchange, self._buffers, self._window = exchange, buffers, window
         self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
-        self.target = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {})})
+        self.target = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {}), **also})
         self._tickets: collections.deque[ServersTicket] = collections.deque()
 
     def before_push(self) -> None:

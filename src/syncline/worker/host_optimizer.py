@@ -15,9 +15,7 @@ from typing import Any
 from syncline.core.layout import ITEM_BYTES, Ranges
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule, outer_of
-from syncline.core.sync_interval import SyncInterval
 from syncline.errors import ConfigError
-from syncline.stats import StepTimes
 from syncline.worker import host_state
 from syncline.worker.arrays import Bytes, dtype_of
 from syncline.worker.exchange.commit import Push, ServersTicket
@@ -26,6 +24,7 @@ from syncline.worker.host_memory import HostArray, HostMemory, Rules, copied, no
 from syncline.worker.job import Job
 from syncline.worker.metrics import with_factor
 from syncline.worker.nominal import NominalWeight
+from syncline.worker.push_interval import PushInterval
 
 Options = Mapping[str, Any]  #: e.g. {"lr": 0.05}; or options by parameter
 
@@ -66,6 +65,7 @@ class HostOptimizer:
         self._memory = HostMemory(job, named, chosen, prefix)
         self.values = self._memory.values
         self._prefix = prefix
+        self._local = _LocalSteps(job, prefix) if self.runs_on_worker else None
         self.add_buffers(buffers or {}, buffer_mode)
         self._tickets: collections.deque[ServersTicket] = collections.deque()
         self._is_new = self.runs_on_worker  # `values` have changed, and the adapter was not told
@@ -73,7 +73,6 @@ class HostOptimizer:
         self._begin = StepBegin(job)
         self._nominal = NominalWeight(job)
         self._since_pull = 0  # with --pull-every: pushes since the last new parameters
-        self._local = _LocalSteps(job) if self.runs_on_worker else None
         self._see_to_hooks()
 
     def add_buffers(self, buffers: Mapping[str, HostArray], buffer_mode: str = "chief") -> None:
@@ -81,7 +80,8 @@ class HostOptimizer:
         self.buffer_mode = buffer_mode
         self._buffers = _Buffers(self._job, buffers, buffer_mode, self._prefix)
         self.buffer_values = self._buffers.values
-        self._target = FlatTarget({self._memory.segment.index: self._memory.flat, **self._buffers.flats})
+        also = {**self._buffers.flats, **(self._local.interval.flats if self._local is not None else {})}
+        self._target = FlatTarget({self._memory.segment.index: self._memory.flat, **also})
 
     def _see_to_hooks(self) -> None:
         job, alive = self._job, weakref.ref(self)
@@ -196,7 +196,7 @@ class HostOptimizer:
         local.num_steps += 1
         local.weight += weight
         self._job.stepped()
-        is_due = local.num_steps >= local.interval.steps
+        is_due = local.num_steps >= local.interval.num_steps
         if is_due:
             self._flush(parameters, buffers)
             local.starts, self._is_new = None, False
@@ -216,11 +216,13 @@ class HostOptimizer:
         starts = self.values if local.starts is None else local.starts
         # A rule descends along its gradient, so the gradient is the negative change.
         self._memory.fill_difference(*((starts, ends) if self._is_gradient else (ends, starts)))
-        pushed = tuple(sorted(self._memory.ids + self._buffers.collect(buffers)))
+        pushed = tuple(sorted(self._memory.ids + self._buffers.collect(buffers) + local.interval.collect()))
         local.num_steps, local.weight = 0, 0.0
         # The change of short batches is small by itself: it counts in full.
         self._commit(Push(pushed=pushed, weight=weight, nominal=weight or 1.0), brings=True, window=0)
-        local.measure(num_steps)
+        local.interval.pushed(num_steps)
+        if self._job.config.steps_locally:
+            self._job.pushed_local_steps()
 
     def _flush_late(self) -> None:
         """Before a rest, a barrier or the end: pushes local steps. The adapter does not know of it yet."""
@@ -295,11 +297,8 @@ class StepBegin:
 class _LocalSteps:
     """Local steps since the last push."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._clock = job, job.exchange.times
-        self.interval = SyncInterval(job.config.sync_every, in_rounds=job.in_rounds)
-        self._clock.steps_per_push = self.interval.steps
-        self._times = StepTimes()  # at the end of the last push
+    def __init__(self, job: Job, prefix: str) -> None:
+        self.interval = PushInterval(job, prefix)
         self.num_steps, self.weight = 0, 0.0
         self.starts: Mapping[str, HostArray] | None = None  #: what the next change counts from; None: `values`
         self._kept: dict[str, HostArray] = {}  # the result of the last step that was not pushed
@@ -317,15 +316,6 @@ class _LocalSteps:
     def take_kept(self) -> tuple[dict[str, HostArray], dict[str, HostArray] | None]:
         kept, self._kept = self._kept, {}
         return kept, self._kept_buffers
-
-    def measure(self, num_steps: int) -> None:
-        """The push is answered: its steps count, and with `auto` the number of the next ones may change."""
-        before, self._times = self._times, self._clock.times()
-        now = self._times
-        if self.interval.pushed(num_steps, now.compute - before.compute, now.exchange - before.exchange):
-            self._clock.steps_per_push = self.interval.steps
-        if self._job.config.steps_locally:
-            self._job.pushed_local_steps()
 
 
 class _CurrentOptions:

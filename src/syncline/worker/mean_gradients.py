@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from syncline.config import JobConfig
+from syncline.core.layout import OWN_PREFIX
 from syncline.core.policy import policy_of
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
@@ -43,7 +44,7 @@ class MeanGradients:
     def __init__(self, job: Job, like: Mapping[str, HostArray], prefix: str = "") -> None:
         check_rounds(job.config)
         self._job, self._begin = job, StepBegin(job)
-        prefix = free_prefix(job, like, prefix or "gradients.")
+        prefix = free_prefix(job, like, prefix or f"{OWN_PREFIX}gradients.")
         self._memory = HostMemory(job, {n: np.zeros_like(a) for n, a in like.items()}, Rule("Assign"), prefix)
         self._target = FlatTarget({self._memory.segment.index: self._memory.flat})
 

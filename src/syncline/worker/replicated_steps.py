@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncline.core.layout import Ranges
+from syncline.core.layout import OWN_PREFIX, Ranges
 from syncline.core.rule import Rule
 from syncline.worker.exchange.commit import Push
 from syncline.worker.exchange.targets import FlatTarget
@@ -57,17 +57,18 @@ class ReplicatedSteps:
         check_rounds(job.config)
         self._job, self._begin, self._apply = job, StepBegin(job), apply
         assign = Rule("Assign")
-        prefix = free_prefix(job, {**replica, **{f"gradients.{name}": a for name, a in gradients.items()}}, prefix)
+        prefix = free_prefix(job, {**replica, **gradients, "steps": np.zeros(1)}, prefix)
+        reserved = f"{OWN_PREFIX}{prefix}"
         self._replica = HostMemory(job, replica, assign, prefix)
         zeros = {name: np.zeros_like(array) for name, array in gradients.items()}
-        self._gradients = HostMemory(job, zeros, assign, f"{prefix}gradients.")
+        self._gradients = HostMemory(job, zeros, assign, f"{reserved}gradients.")
         numbers: dict[str, HostArray] = {
             "round": np.zeros(1, np.int64),  # of the newest mean; one less if no worker was certain
             "replica": np.zeros(1, np.int64),  # the round of the replica on the servers
             "certain": np.full(NUM_SLOTS, _BEFORE, np.float32),  # who was, in the newest round
             "present": np.zeros(NUM_SLOTS, np.float32),  # who was in the newest round
         }
-        self._numbers = HostMemory(job, numbers, assign, f"{prefix}steps.")
+        self._numbers = HostMemory(job, numbers, assign, f"{reserved}steps.")
         small = {memory.segment.index: memory.flat for memory in (self._gradients, self._numbers)}
         self._small = FlatTarget(small)
         self._all = FlatTarget({**small, self._replica.segment.index: self._replica.flat})
