@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from tests.server.test_replication import X, check_equal, ones, step
 
-from syncline.core.wire.traffic import Committed
+from syncline.core.ring import Ballot
+from syncline.core.wire.traffic import Committed, Replicate, Seed
+from syncline.server import backups
 
 from .conftest import WAIT, House, Waiting, eventually
 
@@ -83,3 +85,23 @@ def test_a_fence_is_on_the_backup_when_the_generation_is_installed(make_house: M
         house.slot(replica_set.backups[0], number).state.fences for number, replica_set in house.replica_sets.items()
     ]
     assert all(set(fences) == {"worker-1"} for fences in fenced)
+
+
+HELD = Replicate(0, 7, [("worker-0", 1, 5), ("worker-1", 1, 5)], [], [0], [], 1.0, ballot=Ballot(1, "worker-0", 1, 5))
+
+
+@pytest.mark.parametrize(
+    ("message", "goes"),
+    [
+        (Replicate(0, 7, [], [("worker-2", 1)], [], [], 1.0), True),  # a fence; the round is applied nowhere yet
+        (Replicate(0, 8, [], [("worker-2", 1)], [], [], 1.0), False),  # the primary has applied the round
+        (Replicate(0, 7, [("worker-0", 1, 6)], [], [0], [], 1.0), False),  # an update
+        (Replicate(0, 7, [("worker-0", 1, 6)], [], [], [], 1.0), False),  # one that only advances clocks
+        (Replicate(0, 7, [], [], [], [], 1.0, ballot=Ballot(1, "worker-0", 1, 6)), False),  # the next round
+        (Seed(0, 9, [("worker-0", 1, 4), ("worker-1", 1, 4)], [], [], None), True),  # a slice without the round
+        (Seed(0, 7, [("worker-0", 1, 5), ("worker-1", 1, 5)], [], [], None), False),  # with it
+    ],
+)
+def test_what_goes_before_a_round_that_is_held(message: Replicate | Seed, goes: bool) -> None:
+    """In a ring: what the primary has sent before it came to that round."""
+    assert backups.goes_before(HELD, message) is goes

@@ -20,7 +20,9 @@ from syncline.core.wire.control import Prepare, Retire
 from syncline.errors import ConnectionLost, JobFailed, RuleError
 from syncline.server import hosting
 from syncline.server.backups import Backups
+from syncline.server.executor import RoundExecutor
 from syncline.server.reconfigure import ServerReconfiguration
+from syncline.server.ring_sums import RingReducer
 from syncline.server.tasks import RoundTask, StagedCommit, key_of
 from syncline.testing import local_job
 
@@ -236,6 +238,41 @@ def test_one_that_leaves_has_its_say_until_it_is_out(monkeypatch: pytest.MonkeyP
             assert np.array_equal(slot.memory, staying["server-2"][number].memory), f"slice {number}"
             assert slot.state.version == staying["server-2"][number].state.version == 4
         assert "refused an update" not in capsys.readouterr().err, "copies were apart"
+
+
+@pytest.mark.parametrize("slow", ["server-1", "server-2"])
+def test_a_fence_does_not_wait_for_a_round_that_waits_for_it(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """A worker leaves while the next round is added up. One server fences it before it has its sums, when
+    another already holds them: that takes the fence all the same, or nobody would ever vote."""
+    summed, fence, is_fenced = RingReducer._summed, RoundExecutor.fence, threading.Event()
+
+    def late(self: Any, work: Any, sums: Any) -> None:
+        if self._hosting.name == slow and len(work.commits) == 2:
+            assert is_fenced.wait(PATIENCE)
+            eventually(lambda: all(b.held for b in jobs.servers["server-0"].hosting.backups.backups.values()))
+        summed(self, work, sums)
+
+    def fences(self: Any, workers: Any, finished: Any) -> Any:
+        found = fence(self, workers, finished)
+        if self._slices is jobs.servers[slow].slices:
+            is_fenced.set()
+        return found
+
+    monkeypatch.setattr(RingReducer, "_summed", late)
+    monkeypatch.setattr(RoundExecutor, "fence", fences)
+    with local_job(workers=3, exchange="ring", slice_bytes=64, wait_seconds=20.0, **WAYS["by host leaders"]) as jobs:
+        acknowledged: dict[str, int] = {}
+
+        def work(job: Any) -> None:
+            push_cells(job, 3 if job.name == "worker-2" else 5, acknowledged)
+            if job.name == "worker-2":
+                job.close()
+
+        for thread in start(jobs, work, set()):
+            thread.join(PATIENCE)
+        assert is_fenced.is_set()
+        assert check_ledger(jobs[0], acknowledged) == [5, 5, 3, 0]
+        check_all_equal(jobs)
 
 
 def test_who_is_nobodys_primary_says_where_those_begin_who_enter() -> None:

@@ -15,7 +15,7 @@ from syncline import faults
 from syncline.core.layout import ITEM_BYTES, Segment, Slice
 from syncline.core.ring import Ballot
 from syncline.core.rounds import RoundMembership
-from syncline.core.wire.message import Done
+from syncline.core.wire.message import Done, Message
 from syncline.core.wire.traffic import Replicate, Replicated, Seed, ShareRegion
 from syncline.errors import FencedError, FrameError, ProtocolError, RuleError, SynclineError
 from syncline.net.rpc import Request
@@ -56,6 +56,18 @@ def is_held(backup: Backup, message: Seed | Replicate) -> bool:
     if backup.held is None or not isinstance(message, Replicate) or message.ballot is None:
         return False
     return backup.held[0].ballot == message.ballot
+
+
+def goes_before(held: Replicate, message: Message) -> bool:
+    """Whether the primary has sent this before the round that is held here. It does not wait for the round then: the
+    primary votes for the round when this is answered. (A server that adds up a round itself may hold it before its
+    primary has come that far.)
+    """
+    if isinstance(message, Seed):
+        clocks = {(name, incarnation): clock for name, incarnation, clock in message.clocks}
+        return any(clock > clocks.get((name, incarnation), 0) for name, incarnation, clock in held.clocks)
+    is_fence = isinstance(message, Replicate) and message.ballot is None and not message.has and not message.clocks
+    return is_fence and message.version == held.version
 
 
 def is_of(message: Replicate, generation: int) -> bool:
@@ -200,9 +212,9 @@ class Backups:
                     raise ProtocolError(f"there is no backup of slice {message.slice} here")
                 backup = self.backups[message.slice] = Backup(None, request.peer.name)
             has_it = is_held(backup, message)
-            starts = not (has_it or backup.is_busy or backup.held)
             if not has_it:
                 backup.queue.append(request)
+            starts = not (has_it or backup.is_busy) and self._goes_on(backup)
             backup.is_busy |= starts
         if has_it:
             request.reply(Replicated(message.version))  # repeated: the reply was lost
@@ -216,10 +228,18 @@ class Backups:
         else:
             self._pool.submit(functools.partial(self._work_off, backup))
 
+    @staticmethod
+    def _goes_on(backup: Backup) -> bool:
+        """Under the lock: whether the next in the queue may be processed now."""
+        if not backup.queue or backup.held is None:
+            return bool(backup.queue)
+        first = backup.queue[0]
+        return isinstance(first, Request) and goes_before(backup.held[0], first.message)
+
     def _work_off(self, backup: Backup) -> None:
         while True:
             with self._lock:
-                if not backup.queue or backup.held is not None:
+                if not self._goes_on(backup):
                     backup.is_busy = False
                     self._idle.notify_all()
                     return
