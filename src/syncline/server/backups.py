@@ -66,8 +66,9 @@ def goes_before(held: Replicate, message: Message) -> bool:
     if isinstance(message, Seed):
         clocks = {(name, incarnation): clock for name, incarnation, clock in message.clocks}
         return any(clock > clocks.get((name, incarnation), 0) for name, incarnation, clock in held.clocks)
-    is_fence = isinstance(message, Replicate) and message.ballot is None and not message.has and not message.clocks
-    return is_fence and message.version == held.version
+    if not isinstance(message, Replicate) or message.ballot is not None:
+        return False
+    return not (message.has or message.clocks) and message.version == held.version  # a fence
 
 
 def is_of(message: Replicate, generation: int) -> bool:
