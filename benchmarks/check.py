@@ -84,6 +84,13 @@ def all_rows() -> list[Row]:
             workers=1,
         ),
         Row(
+            name="shm-beside",
+            what="the same beside 64 MiB of parameters that are not pushed",
+            task=Task(kind="push_pull", num_bytes=4 * KIB, other_bytes=64 * MIB),
+            options=shm,
+            workers=1,
+        ),
+        Row(
             name="shm-large",
             what="16 MiB push_pull, 1 worker, 1 server, shared memory",
             task=pushed,

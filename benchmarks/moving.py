@@ -42,6 +42,31 @@ def push_pull(
     )
 
 
+def beside(name: str, num_bytes: int, other_bytes: int, *, workers: int, reach: Reach) -> Row:
+    """push_pull of a few parameters of a large model, beside the same where there are no others."""
+
+    def measure(effort: Effort) -> Samples:
+        ours, reference = (
+            JobSide(
+                Task(kind="push_pull", num_bytes=num_bytes, other_bytes=others),
+                workers=count,
+                transport="shm",
+                side=side,
+            )
+            for side, others, count in (("ours", other_bytes, workers), ("reference", 0, 1))
+        )
+        return play(ours, reference, effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} push_pull beside {size_in_words(other_bytes)} that are not pushed, SGD, "
+        f"sync, {workers} worker{'s' if workers > 1 else ''} 1 server, shm",
+        reference="the same of ours with 1 worker and no other parameters",
+        reach=reach,
+        measure=measure,
+    )
+
+
 def crowd(
     name: str, num_bytes: int, *, workers: int, floor: str, transport: str, reach: Reach, num_cores: int = 0
 ) -> Row:

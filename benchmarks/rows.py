@@ -9,7 +9,7 @@ from benchmarks.adapters import beside_torch
 from benchmarks.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
 from benchmarks.footprint import server_memory, worker_memory
 from benchmarks.leases import coordinator_memory, epoch_start, lease_share
-from benchmarks.moving import adam, crowd, push_pull, replicas, sync, sync_scaling, tls
+from benchmarks.moving import adam, beside, crowd, push_pull, replicas, sync, sync_scaling, tls
 from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
@@ -44,6 +44,8 @@ def _moving_rows() -> list[Row]:
         push_pull("shm-large", LARGE, own_arrays=False, floor=_MEMORY, reach=_at_most(1.3)),
         push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=_MEMORY, reach=_at_most(1.7)),
         push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(8)),
+        beside("shm-beside", SMALL, 64 * MIB, workers=1, reach=_at_most(1.2)),
+        beside("shm-beside-2", SMALL, 64 * MIB, workers=2, reach=_at_most(2.5)),
         push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.5), transport="tcp"),
         tls("tls-large", LARGE, reach=_at_most(1.3)),
         sync("sync-2", LARGE, workers=2, reach=_at_most(0.5)),

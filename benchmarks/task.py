@@ -11,6 +11,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str
     side: str = ""
     num_bytes: int = 0  #: of float32 parameters, where they are no model's
+    other_bytes: int = 0  #: of parameters that are registered beside them, and not pushed
     own_arrays: bool = False  #: push from arrays outside the arena
     is_random: bool = False  #: what is pushed is drawn once; else all ones
     rule: str = "SGD"

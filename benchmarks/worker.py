@@ -23,10 +23,12 @@ def push_pull(task: Task) -> Operation:
     kv, size = job.kv, task.num_bytes // 4
     values = {"w": np.zeros(size, np.float32)}
     kv.register(values, syncline.Rule(task.rule, lr=1e-3))
+    if task.other_bytes:
+        kv.register({"others": np.zeros(task.other_bytes // 4, np.float32)}, syncline.Rule(task.rule, lr=1e-3))
     if job.rank < task.num_bystanders:
         job.rest()
         return lambda: None
-    gradients = {"w": np.ones(size, np.float32)} if task.own_arrays else kv.gradients()
+    gradients = {"w": np.ones(size, np.float32)} if task.own_arrays else {"w": kv.gradients()["w"]}
     gradients["w"][...] = np.random.default_rng(job.rank).standard_normal(size) if task.is_random else 1.0
     return lambda: kv.push_pull(gradients, out=values).wait()
 

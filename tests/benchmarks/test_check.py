@@ -111,6 +111,7 @@ def test_the_rows_that_later_changes_are_held_to():
     wanted = [
         "sync-2",
         "shm-small",
+        "shm-beside",
         "tcp",
         "mlp-ring",
         "ring-bf16",

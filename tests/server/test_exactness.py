@@ -68,6 +68,31 @@ def test_parameters_are_the_start_minus_the_sum_of_all_gradients(policy: str) ->
         assert (final == expected).all()
 
 
+@pytest.mark.parametrize("policy", ["sync", "bounded:1", "async", "async:gather=2"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pushes_of_some_parameters_advance_the_clocks_of_all_slices(policy: str, replicas: int) -> None:
+    """Each push has one parameter of five: the other slices only count it, in order, and every push counts once."""
+    names = [f"p{k}" for k in range(5)]
+    with local_job(workers=2, policy=policy, servers=2, replicas=replicas, slice_bytes=256) as jobs:
+
+        def work(job: Job) -> dict[str, np.ndarray[Any, Any]]:
+            job.kv.register({name: np.zeros(64, np.float32) for name in names}, Rule("Add"), reduce="sum")
+            for number in range(20):
+                name = names[(number * 2 + job.rank) % 5]
+                job.kv.push({name: np.ones(64, np.float32)}).wait()
+            job.barrier("all in")
+            return dict(job.kv.pull())
+
+        for found in jobs.run(work):
+            assert {name: set(np.asarray(value).tolist()) for name, value in found.items()} == {
+                n: {8.0} for n in names
+            }
+        clocks = [
+            sorted(slot.state.clocks.values()) for server in jobs.servers.values() for slot in server.slices.values()
+        ]
+    assert len(clocks) >= 5 and all(each == [20, 20] for each in clocks), "on every slice"
+
+
 def test_lag_never_passes_the_bound_with_a_slow_worker() -> None:
     """`bounded:2`: when a worker's push is answered, the slowest is at most two commits behind it."""
     clocks = [0, 0, 0]

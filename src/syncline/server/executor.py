@@ -255,9 +255,16 @@ class RoundExecutor:
         self._busy.add(work)
 
     def drain_all(self, work: SliceTask) -> None:
-        """Applies a round with the pool's threads, or in this thread if it is small."""
-        small = is_small([s.part.num_bytes for s in work.slots])
-        for slot in work.slots:
+        """Applies a round with the pool's threads, or in this thread if it is small. Slices without a gradient in it
+        only count it, where nothing else is under way.
+        """
+        slots = work.slots
+        if isinstance(work, RoundTask) and len(slots) > 1 and work.may_be_counted:
+            slots = [slot for slot in slots if not slot.counts_only(work)]
+            if passed := len(work.slots) - len(slots):
+                work.slices_done(passed)
+        small = is_small([slot.part.num_bytes for slot in slots])
+        for slot in slots:
             if small:
                 slot.drain()
             else:

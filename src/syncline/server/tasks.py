@@ -219,8 +219,12 @@ class SliceTask:
         return []
 
     def slice_done(self) -> None:
+        self.slices_done(1)
+
+    def slices_done(self, number: int) -> None:
+        """So many slices have processed it."""
         with self._lock:
-            self._left -= 1
+            self._left -= number
             last = self._left == 0
         if last:
             self._finished(self)
@@ -356,6 +360,11 @@ class RoundTask(SliceTask):
         if not self._answers_early or self.error is not None:
             return []
         return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
+
+    @property
+    def may_be_counted(self) -> bool:
+        """Whether a slice without a gradient only has to count it."""
+        return not (self.gather or self.waits_for_votes or self.answers())
 
     def norm_done(self, slice_id: int, squared_norm: float) -> bool:
         """Adds a slice's share of the norm. Returns whether it was the last one."""
