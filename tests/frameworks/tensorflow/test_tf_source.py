@@ -13,6 +13,7 @@ from syncline.tensorflow import dataset
 
 def test_a_shuffle_without_a_seed_is_refused(job: object) -> None:
     """Each process would draw an order of its own: samples would come twice, and others never."""
+    tf.random.set_seed(None)  # another test may have set one
     whole = tf.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float32))
     with pytest.raises(syncline.ConfigError, match=r"without a seed.*seed=1, reshuffle_each_iteration=False"):
         dataset(whole.shuffle(64, reshuffle_each_iteration=False), 8)
