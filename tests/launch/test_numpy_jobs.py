@@ -56,13 +56,14 @@ def results(output: str) -> list[list[str]]:
     return sorted(line.split("RESULT ")[1].split() for line in output.splitlines() if "RESULT " in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         ("-s", "2"),
         pytest.param(("-s", "1", "--policy", "bounded:2"), marks=pytest.mark.proof),
         pytest.param(("-s", "1", "--policy", "async"), marks=pytest.mark.proof),
-        ("--exchange", "ring"),
+        pytest.param(("--exchange", "ring"), marks=pytest.mark.proof),
     ],
     ids=["sync", "bounded", "async", "ring"],
 )
@@ -109,7 +110,12 @@ EQUAL = """
 """
 
 
-@pytest.mark.parametrize("options", [("-s", "2"), ("--exchange", "ring")], ids=["servers", "ring"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [("-s", "2"), pytest.param(("--exchange", "ring"), marks=pytest.mark.proof)],
+    ids=["servers", "ring"],
+)
 def test_in_sync_parameters_equal_those_of_one_process_on_the_global_batch(
     commands: Any, options: tuple[str, ...]
 ) -> None:
