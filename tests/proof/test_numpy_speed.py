@@ -15,17 +15,19 @@ from syncline.server.numpy_rules import DEFAULTS, NumpyRule
 from syncline.server.torch_rules import TorchRule
 
 NUM_ITEMS = 1_000_000
-#: Far above what was seen: a formula that leaves NumPy's loops takes a hundred times as long.
-MOST_TIMES = 20.0
+#: What users are told (`NUMPY_COST`, docs/guides/numpy.md) is 1.6 to 3.5; other processors may differ by about this.
+MOST_TIMES = 5.0
 
 
-def shortest(step: Callable[[], object]) -> float:
-    found = []
-    for _ in range(15):
-        began = time.perf_counter()
-        step()
-        found.append(time.perf_counter() - began)
-    return min(found)
+def shortest(*steps: Callable[[], object]) -> list[float]:
+    """The shortest time of each, by turns: another process disturbs all alike."""
+    found = [float("inf")] * len(steps)
+    for _ in range(60):
+        for place, step in enumerate(steps):
+            began = time.perf_counter()
+            step()
+            found[place] = min(found[place], time.perf_counter() - began)
+    return found
 
 
 @pytest.mark.proof
@@ -40,8 +42,10 @@ def test_updates_by_numpy_against_torch() -> None:
             gradient = np.random.default_rng(0).standard_normal(NUM_ITEMS).astype(np.float32)
             one = TorchRule(spec, {0: torch.zeros(NUM_ITEMS)})
             other = NumpyRule(spec, {0: np.zeros(NUM_ITEMS, np.float32)})
-            by_torch = shortest(functools.partial(one.step, {0: torch.from_numpy(gradient)}, {}))
-            by_numpy = shortest(functools.partial(other.step, {0: gradient}, {}))
+            by_torch, by_numpy = shortest(
+                functools.partial(one.step, {0: torch.from_numpy(gradient)}, {}),
+                functools.partial(other.step, {0: gradient}, {}),
+            )
             times = f"torch {1e3 * by_torch:6.2f} ms  NumPy {1e3 * by_numpy:6.2f} ms"
             print(f"{name:13} {times}  {by_numpy / by_torch:.1f}x")
             assert by_numpy < MOST_TIMES * by_torch, name

@@ -88,11 +88,23 @@ def _check_single_samples(dataset: Any) -> None:
 def _check_order(dataset: Any) -> None:
     """A shuffle that each worker draws for itself would give samples twice, and others never."""
     for each in _chain(dataset):
-        if "Shuffle" in type(each).__name__ and getattr(each, "_reshuffle_each_iteration", False) is not False:
-            raise ConfigError(
-                "dataset(): the tf.data.Dataset shuffles in another order each time, and workers would not share "
-                "the samples of an epoch. Give .shuffle(n, seed=1, reshuffle_each_iteration=False)"
-            )
+        if "Shuffle" not in type(each).__name__:
+            continue
+        if getattr(each, "_reshuffle_each_iteration", False) is not False:
+            problem = "shuffles in another order each time"
+        elif not _has_seed(each):
+            problem = "shuffles without a seed, in another order in each process"
+        else:
+            continue
+        raise ConfigError(
+            f"dataset(): the tf.data.Dataset {problem}, and workers would not share the samples of an epoch. Give "
+            ".shuffle(n, seed=1, reshuffle_each_iteration=False)"
+        )
+
+
+def _has_seed(shuffle: Any) -> bool:
+    """TensorFlow derives two numbers from the seeds of the call and of the process; both are 0 without a seed."""
+    return any(int(getattr(shuffle, name, 0)) for name in ("_seed", "_seed2"))
 
 
 def _chain(dataset: Any) -> Iterator[Any]:

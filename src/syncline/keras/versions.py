@@ -1,14 +1,16 @@
-"""The lowest versions of Keras and its backends that this package works with."""
+"""The versions of Keras and its backends that this package needs."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 
 from syncline.errors import ConfigError
 
-#: By package.
+#: By package. The tests have passed with this Keras and this JAX, but not yet with this TensorFlow and this torch.
 LOWEST = {"keras": "3.10.0", "tensorflow": "2.17.0", "jax": "0.5.1", "torch": "2.4.0"}
-#: The distributions that have the package `tensorflow`.
+#: The usual distributions of the package `tensorflow`.
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly")}
 
 
@@ -22,8 +24,8 @@ def check_versions(*packages: str) -> None:
             )
         if _numbers(found) < _numbers(LOWEST[package]):
             raise ConfigError(
-                f"{package} {found} is too old: the lowest version that works is {LOWEST[package]}; "
-                f"update it: pip install --upgrade '{package}>={LOWEST[package]}'"
+                f"{package} {found} is too old: {LOWEST[package]} or newer is needed; update it: "
+                f"pip install --upgrade '{package}>={LOWEST[package]}'"
             )
 
 
@@ -34,7 +36,10 @@ def installed(package: str) -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ""
+    if importlib.util.find_spec(package) is None:
+        return ""
+    # A distribution of another name, for example keras-nightly or tensorflow-rocm.
+    return str(getattr(importlib.import_module(package), "__version__", ""))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -30,9 +30,6 @@ from syncline.server.pool import ThreadPool
 from syncline.server.service import Server
 from syncline.server.storage import SliceStorage, home_of
 
-#: Measured: docs/guides/numpy.md.
-WITHOUT_TORCH = "torch is not installed, so servers compute with NumPy: updates take about two to four times as long"
-
 
 class End(NamedTuple):
     """How a server's part in its job ends, and its message."""
@@ -45,7 +42,7 @@ class End(NamedTuple):
 
 def run_server(file: JobFile, name: str, host: str) -> int:
     """Hosts slices until the job has ended, or until others have them all."""
-    _load_torch(say(name or "server"))
+    _load_torch()
     process = _Process(file, name)
     try:
         process.join(host)
@@ -54,12 +51,11 @@ def run_server(file: JobFile, name: str, host: str) -> int:
         process.serving.close()
 
 
-def _load_torch(log: Callable[[str], None]) -> None:
+def _load_torch() -> None:
     """Rules are applied by torch if it is installed, else by NumPy."""
     try:
         import torch
     except ImportError:
-        log(WITHOUT_TORCH)
         return
     torch.set_num_threads(1)  # the pool's threads provide the parallelism
     leave_out_the_compiler()

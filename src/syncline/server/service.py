@@ -10,6 +10,7 @@ from typing import Any
 from syncline.core.codecs.named import codecs_of
 from syncline.core.codecs.pieces import coder_of
 from syncline.core.conditions import parse_average
+from syncline.core.layout import Segment
 from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.ring import Spread
@@ -63,6 +64,7 @@ from syncline.server.commits import Commits, commit_handlers
 from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Dial, Hosting, stats_of
 from syncline.server.lease_acks import ack_handlers
+from syncline.server.numbers import why_slower
 from syncline.server.pool import Pool
 from syncline.server.pulls import Pulls
 from syncline.server.reconfigure import HOLD_SECONDS, ServerReconfiguration
@@ -124,6 +126,7 @@ class Server:
         self._wire = WireStats()
         self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
+        self._speaks = False  # for all servers of the job
         self._rare = self._rare_handlers()
 
     @property
@@ -137,11 +140,12 @@ class Server:
     def form(self, joined: Joined) -> None:
         """The job is formed: commits are accepted from now on."""
         config = joined.config
+        servers = [member.name for member in joined.members if member.role == "server"]
+        self._speaks = not joined.late and servers[:1] == [self.name]
         # A server that joins late learns the clocks with its first slices.
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
-        num_servers = sum(m.role == "server" for m in joined.members)
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
-        flow = RoundExecutor(rounds, self.slices, self._pool, self._pulls, num_servers, self._log)
+        flow = RoundExecutor(rounds, self.slices, self._pool, self._pulls, len(servers), self._log)
         commits = Commits(
             rounds, self.slices, flow, self._pulls, self.staging,
             segments=self.hosting.segments, find=self.hosting.find,
@@ -327,7 +331,14 @@ class Server:
                     for slot in made.values():
                         slot.state.clocks.update(known)
                     self.commits.flow.hosts_others()
+        self._tell_cost(message.segment)
         request.reply(Done())
+
+    def _tell_cost(self, segment: Segment) -> None:
+        """Once in a job: what rules without torch cost."""
+        if self._speaks and (why := why_slower({rule.name for rule in segment.rules})):
+            self._speaks = False
+            self._log(why)
 
     def _attach(self, request: Request, message: Attach) -> None:
         segment = self.hosting.segments.get(message.segment)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
-from syncline.keras import on_tensorflow, passes
+from syncline.keras import backends, on_tensorflow, passes
 from syncline.keras.steps import names_of
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
@@ -19,6 +20,7 @@ from syncline.worker.steps import CannotResume
 
 #: Of each job: the means by the names of their variables. A loop makes a new tape in every step.
 _means: weakref.WeakKeyDictionary[Job, dict[tuple[str, ...], MeanGradients]] = weakref.WeakKeyDictionary()
+_errors: weakref.WeakKeyDictionary[Job, _GraphErrors] = weakref.WeakKeyDictionary()
 _broadcasts: weakref.WeakKeyDictionary[Job, list[int]] = weakref.WeakKeyDictionary()
 
 
@@ -28,6 +30,9 @@ class DistributedGradientTape:
     For `--policy sync`. Call `broadcast_variables` before the loop, so that all workers begin with the same values.
     Your optimizer runs on every worker, so a worker that dies cannot come back into the middle of the job: use
     `DistributedOptimizer` where workers may die.
+
+    Inside of `tf.function`, loop over a dataset of ours or `job.steps(n)`: in other loops, what ends a worker
+    (`syncline scale`, an error of the job) comes out of the function as an error of TensorFlow.
     """
 
     def __init__(self, tape: Any = None, **options: Any) -> None:
@@ -68,16 +73,57 @@ class DistributedGradientTape:
 
     def _mean(self, names: Sequence[str], gradients: Sequence[Any]) -> list[Any]:
         job, known = self._job, _means.setdefault(self._job, {})
+        if job not in _errors:
+            _errors[job] = _GraphErrors(job)
+        errors = _errors[job]
 
         def exchange(arrays: list[Any]) -> list[Any]:
-            by_name = dict(zip(names, arrays, strict=True))
-            if tuple(names) not in known:
-                known[tuple(names)] = MeanGradients(job, by_name)
-            passes.hand_out(job)
-            means = known[tuple(names)].mean(by_name)
-            return [means[name] for name in names]
+            def mean() -> list[Any]:
+                passes.hand_out(job)  # first: only then the next batch is asked for, which raises what fails here
+                by_name = dict(zip(names, arrays, strict=True))
+                if tuple(names) not in known:
+                    known[tuple(names)] = MeanGradients(job, by_name)
+                means = known[tuple(names)].mean(by_name)
+                return [means[name] for name in names]
+
+            return errors.guarded(job, mean) or [np.zeros_like(array) for array in arrays]
 
         return on_tensorflow.call_out(exchange, gradients, gradients)
+
+
+class _GraphErrors:
+    """What ends a worker inside of a graph: an error, or the SystemExit of a worker that was asked to leave.
+    TensorFlow would turn both into errors of its own. A loop of ours raises them when it asks for the next batch.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._error: BaseException | None = None
+        alive = weakref.ref(self)
+
+        def raise_kept() -> None:
+            if (own := alive()) is not None:
+                own._raise_kept()
+
+        for register in (job.samples.before_batch, job.before_rest, job.before_settle):
+            register(raise_kept)
+
+    def guarded(self, job: Job, step: Callable[[], list[Any]]) -> list[Any] | None:
+        """The result of the step; None if it failed, or an earlier one of this batch did."""
+        if self._error is not None:
+            return None
+        is_kept = backends.is_from_graph() and job.exchange.lease_acks.num_loops > 0
+        try:
+            return step()
+        except BaseException as error:
+            if not is_kept:
+                raise
+            self._error = error
+            return None
+
+    def _raise_kept(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def broadcast_variables(variables: Sequence[Any], job: Job | None = None) -> None:
