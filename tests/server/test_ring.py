@@ -191,3 +191,20 @@ def test_after_a_death_a_round_counts_where_all_survivors_hold_it(monkeypatch: p
         counts = check_ledger(jobs[0], acknowledged)
         assert counts == ([4, 4, 4, 0] if at == "everyone holds it" else [4, 4, 3, 0])
         check_all_equal(jobs)
+
+
+@pytest.mark.parametrize("way", ["by host leaders", "straight"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_parameters_may_be_registered_after_steps(workers: int, way: str) -> None:
+    """Also where a server has no primaries yet: it has counted the steps before."""
+
+    def work(job: Any) -> dict[str, list[float]]:
+        for name in "abcd":  # each is one slice
+            job.kv.register({name: np.zeros(4, np.float32)}, Rule("Add"), reduce="sum")
+            for _ in range(3):
+                job.kv.push({name: np.ones(4, np.float32)}).wait()
+        return {name: np.asarray(value).tolist() for name, value in job.kv.pull().items()}
+
+    with local_job(workers=workers, exchange="ring", wait_seconds=PATIENCE, **WAYS[way]) as jobs:
+        assert jobs.run(work) == [{name: [3.0 * workers] * 4 for name in "abcd"}] * workers
+        check_all_equal(jobs)

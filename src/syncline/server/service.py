@@ -325,8 +325,9 @@ class Server:
             made = self.hosting.make_room(message)
             with self.commits.state_lock:
                 # Between two commits: new slices begin at every worker's current clock. Workers that have not
-                # committed here since there were slices are accepted at any clock.
-                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and self.slices}
+                # committed here since there were slices are accepted at any clock. In a ring they always have.
+                is_told = bool(self.slices) or self.ring is not None
+                known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and is_told}
                 if self.hosting.host(message.segment, made):
                     for slot in made.values():
                         slot.state.clocks.update(known)

@@ -226,7 +226,7 @@ class ServerRoutes:
         self._replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
         primaries = {**self.primaries, **{replica_set.slice: replica_set.primary for replica_set in replica_sets}}
         if self._config.is_ring and replica_sets:
-            self._others = sorted({name for replica_set in replica_sets for name in replica_set.backups})
+            self._others = sorted({name for known in self._replica_sets.values() for name in known.backups})
         known = {part.id for part in self.layout.slices()}
         moved = any(primaries.get(number) != self.primaries.get(number) for number in known)
         self.primaries = primaries
