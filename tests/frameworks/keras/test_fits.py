@@ -78,7 +78,7 @@ def test_xla_with_the_callback_and_then_without_it(job: Job, optimizer: str) -> 
     model = model_of(optimizer, jit_compile=True)
     fit(model)
     with pytest.raises(syncline.ConfigError, match=r"Callback\(\).*jit_compile=False"):
-        model.fit(X, Y, verbose=0)
+        model.fit(syncline.keras.dataset((X, Y), 16), verbose=0)
     assert len(fit(model).epoch) == 1
 
 
