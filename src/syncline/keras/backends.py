@@ -45,6 +45,9 @@ class Backend(Protocol):
     def end_of_data(self) -> Exception:
         """What an iterator raises when it has no more batches."""
 
+    def has_extra_steps(self) -> bool:
+        """Whether there are steps that do not count: Keras reads ahead, or fails in an epoch without a batch."""
+
     def settle(self) -> None:
         """Returns when the steps that were started are done."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from syncline.core.conditions import METRIC
 from syncline.errors import ConfigError
 from syncline.keras import passes
 from syncline.keras.data import Dataset, NumBatches
-from syncline.keras.optimizer import NO_LOSS_SCALE, DistributedOptimizer
+from syncline.keras.optimizer import NO_LOSS_SCALE, NOT_BUILT, DistributedOptimizer
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 
@@ -35,7 +35,11 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._taken = 0  # samples at the start of the epoch
         self._is_training = False  # in the batches of an epoch: the next metrics that Keras asks for are the epoch's
         self._is_validating = False  # by `fit` itself
-        self._epoch, self._has_ended = 0, False
+        self._epoch = 0
+        self.has_ended = False  #: the rest of `fit` has no batches
+        self._first: int | None = None  # epoch that `fit` begins with, until it does
+        self._seen: dict[str, dict[str, Any]] = {}  # merged metrics of the last epoch
+        self._unread: dict[str, Any] = {}  # metrics of an epoch that was not read
 
     # -- the beginning ------------------------------------------------------------------------------------
 
@@ -51,17 +55,25 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_begin(self, logs: Any = None) -> None:
         model, steps = self.model, self._checked().steps
-        steps.add_buffers(_buffers_of(model), self.model.optimizer.buffer_mode)
-        steps.callback, self._has_ended = self, False
+        steps.check_values()
+        passes.leave(self._job)  # of a fit that failed
+        if steps.add_buffers(_buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
+            model.make_train_function(force=True)  # a graph of an earlier fit does not push them
+        steps.callback, self.has_ended, self._unread = self, False, {}
         if self._dataset is not None:
             self._dataset.is_stopped = False
         _save_by_chief(model, self._job)
         _Merging.install(model, self)
-        if self._dataset is not None:
-            first = self._dataset.skip_finished(self._num_epochs)
-            if first:
-                model._initial_epoch = first
-                steps.pull()
+        first = self._first = self._dataset.skip_finished(self._num_epochs) if self._dataset is not None else 0
+        if first:
+            model._initial_epoch = first
+            steps.pull()
+        if self._dataset is not None and self._job.should_stop:
+            self._end()
+        elif first < self._num_epochs:
+            self._agree(stops=False)
+        if self.has_ended:
+            model._initial_epoch = self._num_epochs  # no epoch
 
     def _checked(self) -> DistributedOptimizer:
         model = self.model
@@ -73,10 +85,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
                 "give compile(optimizer=syncline.keras.DistributedOptimizer(…))"
             )
         if not model.built or not model.trainable_variables:
-            raise ConfigError(
-                "fit: the model is not built, so there is nothing that workers could begin with; call "
-                "model.build(input_shape), or begin the model with keras.Input(shape)"
-            )
+            raise ConfigError(f"fit: {NOT_BUILT}")
         if model.steps_per_execution > 1:
             raise ConfigError(
                 f"fit: steps_per_execution={model.steps_per_execution} runs several steps in one call, and each is a "
@@ -92,24 +101,44 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._taken, self._is_training = epoch, self._job.samples_taken, True
         self.model.optimizer.steps.take_new()
-        self._agree(stops=False)
+        first, self._first = self._first, None
+        if first is None:
+            self._agree(stops=False)
+        elif self._dataset is not None and epoch != first:
+            raise ConfigError(
+                f"fit: initial_epoch={epoch} (or BackupAndRestore) cannot be used with syncline.keras.dataset(): the "
+                f"job itself knows which epochs are finished. Give epochs={self._num_epochs - epoch} alone"
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._dataset is None and passes.is_read(self._job) == "fit":
+            raise ConfigError(
+                "fit: steps_per_epoch cannot be used with syncline.keras.dataset(): an epoch of the job has all of "
+                "its samples. Leave it out, or give a smaller source"
+            )
 
     def _agree(self, *, stops: bool) -> None:
-        """Before an epoch: all go on with the chief's learning rate, or end if one of them has ended. A worker that
-        started again has callbacks without a history, which decide otherwise than those of the rest.
+        """Before an epoch: all go on with the chief's learning rate, or end if one of them has ended. A restarted
+        worker's callbacks have no history, so they may decide differently. After a `fit` that was ended, the next one
+        comes to the same turn, and the answer is still that of the one before: the names say of which it is.
         """
-        steps = self.model.optimizer.steps
-        own = {"stops": (float(stops), 1.0)}
+        steps, data = self.model.optimizer.steps, self._dataset
+        upcoming, number = (data.upcoming, data.num_fits) if data is not None else (0, 0)
+        own = {f"stops {number}": (float(stops), 1.0)}
         if self._job.is_chief and (rate := steps.rate_now()):
-            own["rate"] = (rate, 1.0)
-        found = self._meet("epoch", own, self._dataset.upcoming if self._dataset is not None else 0)
-        if rate := found.get("rate", 0.0):
+            own[f"rate {number}"] = (rate, 1.0)
+        found = self._meet("epoch", own, upcoming)
+        if rate := found.get(f"rate {number}", 0.0):
             steps.set_rate(rate)
-        if found.get("stops", 0.0) > 0 and not stops:
-            self.model.stop_training = self._has_ended = True
-            self._is_training = False
-            if self._dataset is not None:
-                self._dataset.is_stopped = True
+        if found.get(f"stops {number}", 0.0) > 0 and not stops:
+            self._end()
+
+    def _end(self) -> None:
+        """`fit` ends here. If an epoch has begun, Keras still goes through it, and it has no batches."""
+        self.model.stop_training = self.has_ended = True
+        self._is_training = False
+        if self._dataset is not None:
+            self._dataset.is_stopped = True
 
     def _meet(self, what: str, values: dict[str, tuple[float, float]], epoch: int | None = None) -> dict[str, float]:
         """All workers come here in an epoch; a worker that starts again skips some."""
@@ -135,43 +164,64 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: value for name, value in (logs or {}).items() if METRIC.fullmatch(name)}
-        if self._has_ended:
+        if self.has_ended:
+            self._unread = {} if logs is None else logs  # callbacks behind this one may add some
             return
         if self._job.is_chief and values:
             self._job.measures.report_whole(values)
         found = self._meet("rules", {"stops": (float(self._job.should_stop), 1.0)})
         if found.get("stops", 0.0) > 0 or self._job.should_stop:
-            self.model.stop_training = self._has_ended = True
+            self.model.stop_training = self.has_ended = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self.model.stop_training and not self._has_ended and self._epoch + 1 < self._num_epochs:
+        if self.model.stop_training and not self.has_ended and self._epoch + 1 < self._num_epochs:
             self._agree(stops=True)
         _Merging.remove(self.model)
-        self.model.optimizer.steps.callback = None
+        steps = self.model.optimizer.steps
+        steps.callback = None
+        if steps.waits:  # a later fit without the callback is told: the check is in the tracing
+            self.model.train_function = None
         self.model._initial_epoch = None
+        if self._unread:
+            _forget_last(self.model.history, self._unread)
         passes.leave(self._job)
 
     # -- metrics ------------------------------------------------------------------------------------------
 
     def merged(self, logs: dict[str, Any]) -> dict[str, Any]:
         """At the end of an epoch's batches, and of its validation: the metrics of all workers."""
-        if self._has_ended:
-            return logs
         if self._is_validating:
             return self._together("validation", logs, 1.0)
         if not self._is_training:
             return logs
         self._is_training = False
+        passes.leave(self._job)  # `fit` may have left it early: others get the rest
         samples = float(self._job.samples_taken - self._taken) if self._dataset is not None else 1.0
         found = self._together("training", logs, samples)
         self.model.optimizer.steps.pull()
         return found
 
+    def last_seen(self, what: str, default: dict[str, Any]) -> dict[str, Any]:
+        """For an epoch without batches: its own numbers might be better than all before."""
+        return dict(self._seen.get(what, default))
+
     def _together(self, what: str, logs: dict[str, Any], weight: float) -> dict[str, Any]:
         numbers = {name: value for name, value in logs.items() if np.ndim(value) == 0}
         values = {name: (float(value), weight) for name, value in numbers.items()}
         found = self._meet(what, values)
-        return {**logs, **{name: value for name, value in found.items() if name in numbers}}
+        self._seen[what] = {**logs, **{name: value for name, value in found.items() if name in numbers}}
+        return self._seen[what]
+
+
+def _has_graphs() -> bool:
+    return bool(keras.backend.backend() == "tensorflow")
+
+
+def _forget_last(history: Any, names: Iterable[str]) -> None:
+    """The last epoch was not read."""
+    history.epoch.pop()
+    for name in names:
+        history.history[name].pop()
 
 
 class _Merging:
@@ -185,10 +235,14 @@ class _Merging:
         result, evaluate = type(model)._get_metrics_result_or_logs, type(model).evaluate
 
         def get_metrics_result_or_logs(logs: Any) -> Any:
+            if callback.has_ended:  # on JAX the metrics have no values in an epoch without a batch
+                return callback.last_seen("training", logs)
             return callback.merged(result(model, logs))
 
         def evaluate_alone(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("_use_cached_eval_dataset"):
+                if callback.has_ended:
+                    return callback.last_seen("validation", {})
                 return evaluate(model, *args, **kwargs)
             _Merging.remove(model)
             try:

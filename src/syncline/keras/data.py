@@ -104,7 +104,8 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         self._job = current_job()
         self.name = self._job.samples.name_loader(name) if training else name
         self._next_epoch = self.epoch = 0  #: `epoch`: the job's number of the epoch that is read
-        self.is_stopped = False  #: another worker has ended `fit`: there are no more batches
+        self.num_fits = 0  #: with the callback
+        self.is_stopped = False  #: another worker has ended `fit`: the epoch that Keras still begins is not read
         self._begun: Loop | None = None  # over the next epoch, opened before `fit` reads it
         self._quiet: Any = None
         # Keras asks for the number of batches, may read one to see its shapes, ends the epoch, and then begins.
@@ -119,7 +120,10 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         if not self._training:
             return self._read_all(end)
         if reader and self._is_probed:
-            return iter([self.read(np.arange(min(self._batch_size, len(self._source)), dtype=np.int64))])
+            return iter([self.stand_in()])
+        if reader and self.is_stopped:
+            passes.begin_unread(self._job)
+            return self._read_nothing(end)
         found = passes.begin(self._job, self, self._open(), reader, end)
         self.epoch = found.epoch
         return found
@@ -204,7 +208,8 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
 
     def skip_finished(self, num_epochs: int) -> int:
         """Opens the first epoch that has a batch for this worker. Returns how many the job has finished before."""
-        job, first = self._job, self._next_epoch
+        self.num_fits += 1
+        job, first = self._job, self.upcoming
         job.samples.begin_run(self.name, first, num_epochs)
         for number in range(num_epochs):
             loop = self._open()
@@ -230,6 +235,10 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         """A batch as the trainer takes it."""
         return self._prepared(self._source.read(samples))
 
+    def stand_in(self) -> Any:
+        """A batch that is in no step, or in one that does not count."""
+        return self.read(np.arange(min(self._batch_size, len(self._source)), dtype=np.int64))
+
     def _prepared(self, batch: Any) -> Any:
         if isinstance(batch, dict):
             raise ConfigError(
@@ -239,6 +248,13 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
         kind = keras.config.floatx()
         arrays = tuple(array.astype(kind, copy=False) if array.dtype.kind == "f" else array for array in batch)
         return backends.current().batch(arrays)
+
+    def _read_nothing(self, end: Exception) -> Iterator[Any]:
+        self.be_quiet()
+        if backends.current().has_extra_steps():  # Keras on JAX fails without a batch
+            yield self.stand_in()
+        if not isinstance(end, StopIteration):
+            raise end
 
     def _read_all(self, end: Exception) -> Iterator[Any]:
         for batch in batches(self._source, self._batch_size, epoch=0, drop_last=self._drop_last, alone=True):

@@ -49,6 +49,10 @@ def end_of_data() -> Exception:
     return StopIteration()
 
 
+def has_extra_steps() -> bool:
+    return True
+
+
 def settle() -> None:
     """A compiled step runs in the background; its callback has the job to itself."""
     jax.effects_barrier()

@@ -56,5 +56,9 @@ def end_of_data() -> Any:
     return tf.errors.OutOfRangeError(None, None, "the epoch has no more batches")
 
 
+def has_extra_steps() -> bool:
+    return False
+
+
 def settle() -> None:
     """A step is done when its function returns."""

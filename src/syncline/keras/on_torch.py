@@ -42,5 +42,9 @@ def end_of_data() -> Exception:
     return StopIteration()
 
 
+def has_extra_steps() -> bool:
+    return False
+
+
 def settle() -> None:
     """Every step is done when it returns."""

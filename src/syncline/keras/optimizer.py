@@ -42,6 +42,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if self.built:
             return
         variables = list(variables)
+        if not variables:
+            raise ConfigError(f"DistributedOptimizer: {NOT_BUILT}")
         _check_types(variables)
         inner = self.inner_optimizer
         reason = "--sync-every is set" if self._steps.job.config.steps_locally else why_on_worker(inner, variables)
@@ -79,13 +81,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
                 "none of the gradients given to the optimizer has a value: does the loss use the model?"
             )
         steps, inner = self._steps, self.inner_optimizer
+        before = [value_of(variable) for variable in inner.variables] if backend.has_extra_steps() else []
         if steps.runs_on_worker:
             inner.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
             if backend.is_in_xla():
                 steps.wait_for_callback()
                 return
             values = [value_of(variable) for variable in steps.variables]
-            steps.take(backend.call_out(steps.local_step, [*values, *steps.buffers()], steps.variables))
+            counts = steps.call_out(steps.local_step, [*values, *steps.buffers()])
+            _undo_unless(counts, inner.variables, before)
             return
         gradients = [backend.dense(gradient) for gradient, _ in pairs]
         names = [steps.name_at(self._get_variable_index(variable)) for _, variable in pairs]
@@ -93,9 +97,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if backend.is_in_xla():
             steps.keep(names, gradients, rate)
         else:
-            exchange = steps.exchange_of(names)
-            steps.take(backend.call_out(exchange, [*gradients, rate, *steps.buffers()], steps.variables))
+            counts = steps.call_out(steps.exchange_of(names), [*gradients, rate, *steps.buffers()])
         inner._iterations.assign_add(1)
+        if before:
+            _undo_unless(counts, inner.variables, before)
 
     # -- as Keras' optimizers have it ---------------------------------------------------------------------
 
@@ -128,6 +133,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         return cls(inner, buffers=config["buffers"], name=config["name"]) if has_current_job() else inner
 
 
+def _undo_unless(counts: Any, variables: Sequence[Any], before: Sequence[Any]) -> None:
+    """After a step that does not count, the optimizer on the worker is as before."""
+    for variable, value in zip(variables, before, strict=bool(before)):
+        variable.assign(keras.ops.where(counts > 0, value_of(variable), value))
+
+
 def _check(optimizer: Any, buffers: str) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("DistributedOptimizer: the optimizer is one already; wrap it once")
@@ -144,8 +155,12 @@ def _check(optimizer: Any, buffers: str) -> None:
         raise ConfigError(f"buffers = {buffers!r}: must be one of chief, mean")
 
 
+NOT_BUILT = (
+    "the model is not built, so there is nothing that workers could begin with; call model.build(input_shape), or "
+    "begin the model with keras.Input(shape)"
+)
 NO_LOSS_SCALE = (
-    "mixed_float16 scales the loss, and each worker would skip other steps than the rest; use "
+    "mixed_float16 scales the loss, so workers would skip different steps; use "
     'keras.mixed_precision.set_global_policy("mixed_bfloat16"), which needs no scaling, or "float32"'
 )
 

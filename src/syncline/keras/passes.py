@@ -18,16 +18,15 @@ from syncline.worker.job import Job
 
 #: Batches that Keras may have read ahead of its steps.
 _MOST_AHEAD = 3
-_passes: weakref.WeakKeyDictionary[Job, Pass] = weakref.WeakKeyDictionary()  # the open pass of each job
+_passes: weakref.WeakKeyDictionary[Job, Pass | Unread] = weakref.WeakKeyDictionary()  # the open pass of each job
 
 
 class Reads(Protocol):
     """What a pass needs of its dataset."""
 
-    is_stopped: bool
-
     def numbers(self, loop: Loop) -> LeasedNumbers: ...
     def read(self, samples: Any) -> Any: ...
+    def stand_in(self) -> Any: ...
     def be_quiet(self) -> None: ...
 
 
@@ -54,6 +53,8 @@ class Pass:
         samples = self._next_samples()
         if samples is not None:
             self._last = self.dataset.read(samples)
+        elif self._needs_a_batch():
+            self._last = self.dataset.stand_in()
         elif not any(self._ahead):
             self._end(None)
             if self.reader:
@@ -64,9 +65,13 @@ class Pass:
         self._ahead.append(samples is not None)
         return self._last
 
+    def _needs_a_batch(self) -> bool:
+        """Keras on JAX fails in an epoch of `fit` without a batch: one comes, in a step that does not count."""
+        return bool(self.reader) and self._last is None and backends.current().has_extra_steps()
+
     def _next_samples(self) -> Any:
         """Of the next batch; None: there is none."""
-        if self._is_over or self.dataset.is_stopped:
+        if self._is_over:
             return None
         if len(self._ahead) >= _MOST_AHEAD:
             raise ConfigError(
@@ -90,7 +95,13 @@ class Pass:
 
     @property
     def is_open(self) -> bool:
-        return not self._is_over
+        """Also behind its end, while a batch that Keras has read ahead is in no step yet."""
+        return not self._is_over or bool(self._ahead)
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether the next step does not count."""
+        return bool(self._ahead) and not self._ahead[0]
 
     def leave(self) -> None:
         """The script goes on without the rest of the epoch."""
@@ -101,6 +112,26 @@ class Pass:
         was_over, self._is_over = self._is_over, True
         if self._is_entered and not was_over:
             self._loop.__exit__(kind, None, None)
+
+
+class Unread:
+    """An epoch that is not read. If Keras needs a batch nevertheless, its step does not count."""
+
+    reader = "fit"
+    is_open = comes_again = True
+    failure: BaseException | None = None
+
+    def hand_out(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        """There is nothing to give back."""
+
+
+def begin_unread(job: Job) -> None:
+    """`fit` goes through one more epoch, and ends."""
+    leave(job)
+    _passes[job] = Unread()
 
 
 def begin(job: Job, dataset: Reads, loop: Loop, reader: str, end: Exception) -> Pass:
@@ -117,8 +148,8 @@ def hand_out(job: Job) -> bool:
         return found.hand_out()
     if job.world_size > 1 and not job.exchange.lease_acks.has_position:
         job.notice(
-            "fit was given data that is not shared among the workers: every worker trains on all of it. Give "
-            "syncline.keras.dataset((x, y), batch_size) to fit, and each sample is trained on once in an epoch"
+            "the data comes from no syncline dataset, so the job does not split it. If every worker reads all of "
+            "it, give syncline.keras.dataset((x, y), batch_size)"
         )
     return True
 
@@ -127,6 +158,18 @@ def is_read(job: Job) -> str:
     """What reads an epoch of a dataset now: `fit`, or a `loop` of the script; empty: nothing."""
     found = _passes.get(job)
     return (found.reader or "loop") if found is not None and found.is_open else ""
+
+
+def comes_again(job: Job) -> bool:
+    """Whether the next step uses a batch that has come again."""
+    found = _passes.get(job)
+    return found is not None and found.comes_again
+
+
+def has_failed(job: Job) -> bool:
+    """Whether the script's thread has yet to raise an error."""
+    found = _passes.get(job)
+    return found is not None and found.failure is not None
 
 
 def failed(job: Job, error: BaseException) -> None:

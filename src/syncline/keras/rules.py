@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from syncline.config import JobConfig
+from syncline.core.policy import policy_of
 from syncline.core.rule import Rule
+from syncline.errors import ConfigError
 
 #: By Keras' class: the rule, and the options that it takes from attributes of the same name.
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -38,6 +41,24 @@ def why_on_worker(optimizer: Any, variables: Sequence[Any] = ()) -> str:
         if getattr(variable, "overwrite_with_gradient", False):
             return f"{variable.path} is overwritten with its gradient (float8)"
     return ""
+
+
+def check_on_worker(optimizer: Any, reason: str, config: JobConfig) -> None:
+    """Raises ConfigError for options of the job that need a rule on the servers. `reason`: why there is none."""
+    policy, name = policy_of(config), type(optimizer).__name__
+    if config.on_plateau:
+        raise ConfigError(
+            f"--on-plateau changes learning rates on the servers, and {name} runs on the workers: {reason}. Use "
+            "keras.callbacks.ReduceLROnPlateau"
+        )
+    if config.steps_locally or not (policy.is_damped or policy.lr_per_worker):
+        return
+    option = f"--policy {policy}" if policy.is_damped else "--lr-per-worker"
+    raise ConfigError(
+        f"{option} needs an optimizer that servers know, since it weighs gradients there, and {name} runs on the "
+        f"workers: {reason}. Use SGD, Adam, AdamW, RMSprop or Adagrad without such options, or leave out "
+        f"{'damped' if policy.is_damped else option}"
+    )
 
 
 def rules_of(optimizer: Any, named: dict[str, Any], lr: float) -> dict[str, Rule]:

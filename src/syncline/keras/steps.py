@@ -13,8 +13,9 @@ from syncline.core.rule import Rule
 from syncline.errors import ConfigError, StoreError
 from syncline.keras import backends, passes
 from syncline.keras.backends import to_host
-from syncline.keras.rules import rules_of
+from syncline.keras.rules import check_on_worker, rules_of
 from syncline.worker.checkpoint.script_state import Part
+from syncline.worker.host_memory import copied
 from syncline.worker.host_optimizer import HostOptimizer
 from syncline.worker.job import Job
 
@@ -30,7 +31,10 @@ class KerasSteps:
         self._noted: dict[str, Any] | None = None  # buffers that the step itself cannot see
         self._failure: BaseException | None = None  # of a step that was called from a graph or compiled code
         self._kept: tuple[list[str], list[Any], Any] | None = None  # XLA: names, gradients, learning rate
-        self._waits = False  # XLA, the optimizer on the worker
+        self.waits = False  #: XLA compiled the step: the callback makes the exchange
+        self._counted = True  # whether the last step was one of the job
+        self._resumes: Mapping[str, Any] | None = None  # parameters behind a step on the worker that does not count
+        self._given: tuple[int, Mapping[str, Any]] = (0, {})  # the job's values in the model, and steps until then
         self.callback: Any = None  #: while `fit` runs with one
 
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
@@ -44,7 +48,9 @@ class KerasSteps:
         rules: dict[str, Rule] | None = None
         if not reason:
             rules = rules_of(inner, named, self._rate())
-        elif not self.job.config.steps_locally:
+        else:
+            check_on_worker(inner, reason, self.job.config)
+        if reason and not self.job.config.steps_locally:
             self.job.notice(
                 f"{type(inner).__name__} runs on the workers, which push what it has changed: {reason}. See "
                 "docs/guides/keras.md for what this means"
@@ -52,7 +58,7 @@ class KerasSteps:
         arrays = {name: to_host(variable) for name, variable in named.items()}
         clip = getattr(inner, "global_clipnorm", None) if rules is not None else None
         self._host = host = HostOptimizer(self.job, arrays, rules, clip_norm=clip)
-        self.take([host.values[name] for name in self._names])
+        self._give(host.values)
         alive = weakref.ref(self)
         take = lambda: own._remembered() if (own := alive()) is not None else None  # noqa: E731
         put_back = lambda saved: own._put_back(saved) if (own := alive()) is not None else None  # noqa: E731
@@ -60,14 +66,31 @@ class KerasSteps:
         if keras.backend.backend() != "jax":  # whose variables have no values inside of an epoch
             self.job.after_wait(lambda: own.take_new() if (own := alive()) is not None else None)
 
-    def add_buffers(self, variables: Sequence[Any], mode: str) -> None:
-        """Variables of the model that are not trained, once: they get the chief's values."""
+    def add_buffers(self, variables: Sequence[Any], mode: str) -> bool:
+        """Variables of the model that are not trained, once: they get the chief's values. Returns whether it did."""
         if self._buffer_variables or not variables:
-            return
+            return False
         self._buffer_variables = dict(zip(names_of(variables), variables, strict=True))
         arrays = {name: to_host(variable) for name, variable in self._buffer_variables.items()}
         self.host.add_buffers(arrays, mode)
         self.take_buffers()
+        return True
+
+    def check_values(self) -> None:
+        """Before `fit`: raises ConfigError if the script has set the model's weights, which the job does not have."""
+        num_steps, given = self._given
+        if num_steps != self._num_steps:
+            return  # a step has changed them
+        pairs = zip(self._names, self.variables, strict=True)
+        if all(np.array_equal(to_host(variable), given[name], equal_nan=True) for name, variable in pairs):
+            return
+        if not getattr(self._inner, "use_ema", False):  # there Keras itself sets averages at the end of fit
+            raise ConfigError(
+                "fit: the model's weights were changed since the job had them, e.g. by set_weights, load_weights or "
+                "EarlyStopping(restore_best_weights=True), and the job would go on from its own. To train these "
+                "weights, compile the model again with a new DistributedOptimizer"
+            )
+        self.pull()
 
     @property
     def host(self) -> HostOptimizer:
@@ -117,7 +140,8 @@ class KerasSteps:
             buffers = self._buffers_in(arrays[len(names) + 1 :])
 
             def step() -> Mapping[str, Any]:
-                if not passes.hand_out(self.job):
+                self._counted = passes.hand_out(self.job)
+                if not self._counted:
                     return self.host.values
                 self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
                 self._mind_callback()
@@ -133,14 +157,32 @@ class KerasSteps:
         buffers = self._buffers_in(arrays[len(self._names) :])
 
         def step() -> Mapping[str, Any]:
-            if not passes.hand_out(self.job):
-                return own
+            self._counted = passes.hand_out(self.job)
+            if not self._counted:  # the optimizer has moved them nevertheless
+                return self.host.values if self._resumes is None else self._resumes
             self._num_steps += 1
             self._mind_callback()
             found = self.host.local_step(own, buffers=buffers)
-            return own if found is None else found
+            found = own if found is None else found
+            self._resumes = copied(found) if passes.comes_again(self.job) else None
+            return found
 
         return self._guarded(step)
+
+    def call_out(self, exchange: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> Any:
+        """Makes the exchange, and takes its parameters. Returns 1 if the step counts, else 0."""
+        backend = backends.current()
+        if not backend.has_extra_steps():  # torch compiles this
+            self.take(backend.call_out(exchange, tensors, self.variables))
+            return 1
+
+        def both(arrays: list[Any]) -> list[Any]:
+            return [*exchange(arrays), np.array(self._counted, np.float32)]  # in this order
+
+        like = [*self.variables, np.zeros((), np.float32)]
+        *values, counts = backend.call_out(both, tensors, like)
+        self.take(values)
+        return counts
 
     def _mind_callback(self) -> None:
         if self.callback is None and self.job.world_size > 1 and passes.is_read(self.job) == "fit":
@@ -158,6 +200,8 @@ class KerasSteps:
     def _guarded(self, step: Callable[[], Mapping[str, Any]]) -> list[Any]:
         """An error in a graph or in compiled code would lose its type: the script's own thread raises it later."""
         is_graph = backends.is_from_graph()
+        if self._failure is not None and not (self.callback is not None or passes.has_failed(self.job)):
+            self._failure = None  # the script has seen it, and goes on
         if is_graph and self._failure is not None:
             return [self.host.values[name] for name in self._names]
         try:
@@ -196,14 +240,14 @@ class KerasSteps:
                 "fit(callbacks=[syncline.keras.Callback()]), which does it after each step, or "
                 "compile(jit_compile=False)"
             )
-        self._waits = True
+        self.waits = True
 
     def finish(self) -> None:
         """After a batch: raises what has failed, and makes the exchange of a step that XLA compiled."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if not self._waits:
+        if not self.waits:
             return
         buffers = [to_host(variable) for variable in self.buffers()]
         if self._kept is None:
@@ -215,7 +259,7 @@ class KerasSteps:
 
     def note_buffers(self, values: Sequence[Any]) -> None:
         """Buffers for the next push, from a step that cannot see them."""
-        if self._buffer_variables and (self.host.buffer_mode == "mean" or self.job.is_chief):
+        if self._counted and self._buffer_variables and (self.host.buffer_mode == "mean" or self.job.is_chief):
             self._noted = dict(zip(self._buffer_variables, map(np.asarray, values), strict=True))
 
     def take_buffers(self) -> None:
@@ -226,15 +270,18 @@ class KerasSteps:
 
     def pull(self) -> None:
         """The job's newest parameters and buffers into the model."""
-        values = self.host.pull()
-        self.take([values[name] for name in self._names])
+        self._give(self.host.pull())
         self.take_buffers()
 
     def take_new(self) -> None:
         """Parameters that have changed since the last step, by a rest or a wait."""
         values = self.host.new_values()
         if values is not None:
-            self.take([values[name] for name in self._names])
+            self._give(values)
+
+    def _give(self, values: Mapping[str, Any]) -> None:
+        self.take([values[name] for name in self._names])
+        self._given, self._resumes = (self._num_steps, copied(values)), None
 
     # -- what is saved ------------------------------------------------------------------------------------
 
@@ -274,7 +321,7 @@ class KerasSteps:
             self._inner._iterations.assign(self._num_steps)
             if saved["given"] != self._given_rate:
                 self.job.notice(
-                    f"learning_rate = {self._given_rate} is set by the script; it was {saved['given']} when saved"
+                    f"uses learning_rate = {self._given_rate} of the script; the checkpoint had {saved['given']}"
                 )
             elif saved["rate"]:
                 self.set_rate(float(saved["rate"]))

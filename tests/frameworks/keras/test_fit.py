@@ -129,6 +129,7 @@ KILLED = """
 
         def on_train_batch_end(self, batch, logs=None):
             if job.name == "worker-1" and job.life.number == 1 and (self.epoch, batch) == (1, 2):
+                backends.current().settle()  # the third step is committed
                 os.kill(os.getpid(), signal.SIGKILL)
             if job.name == "worker-0" and self.epoch == 2:  # until the other one is back
                 deadline = time.monotonic() + 120
@@ -136,11 +137,15 @@ KILLED = """
                     time.sleep(0.05)
 
     import time
-    samples = []
+    from syncline.keras import backends
+    samples = {}
 
     class Count(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.taken = job.samples_taken
+
         def on_epoch_end(self, epoch, logs=None):
-            samples.append([(e.epoch, e.num_samples, e.num_done) for e in job.stats().epochs])
+            samples[epoch] = job.samples_taken - self.taken
 
     model = model_of(syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     callbacks = [Kill(), syncline.keras.Callback(), Count()]
@@ -154,18 +159,23 @@ KILLED = """
 """
 
 
-def test_a_worker_killed_in_the_middle_of_fit_comes_back(commands: Commands) -> None:
+@pytest.mark.parametrize(
+    "way", ["sync", *(pytest.param(way, marks=pytest.mark.proof) for way in ("bounded", "async")), "ring"]
+)
+def test_a_worker_killed_in_the_middle_of_fit_comes_back(commands: Commands, way: str) -> None:
     """It skips the epochs that the job has finished, gets the learning rate of the others, and the samples of the
     epoch in which it died count once.
     """
-    found, output = run(commands, KILLED, "-s", "1")
+    found, output = run(commands, KILLED, *WAYS[way])
     one, other = found["worker-0"], found["worker-1"]
     assert "worker-1 was killed by SIGKILL" in output
     assert (one["life"], other["life"]) == (1, 2), output
     assert one["epochs"] == [0, 1, 2, 3, 4, 5]
     assert other["epochs"] and other["epochs"][0] >= 2 and other["epochs"][-1] == 5
-    seen = [each for known in one["samples"] for each in known]  # an epoch may be closed already, and not be told
-    assert seen and all(each[1:] == [256, 256] for each in seen), seen
+    # In epoch 1 the first life had three steps of 8 samples. The samples of its unfinished lease came back.
+    assert one["samples"]["1"] == 256 - 3 * 8 and one["samples"]["0"] < 256, one["samples"]
+    counts = [one["samples"][str(n)] + other["samples"].get(str(n), 0) for n in range(2, 6)]
+    assert counts == [256] * 4, (one["samples"], other["samples"])
     assert one["rate"] == other["rate"] == pytest.approx(0.01)
     num = len(other["epochs"])
     assert other["history"]["loss"] == one["history"]["loss"][-num:]
@@ -215,6 +225,49 @@ def test_callbacks_decide_alike_on_all_workers(commands: Commands) -> None:
     assert type(loaded.optimizer).__name__ == "SGD", "without a job this is the plain optimizer"
 
 
+ALONE = """
+    class Stop(keras.callbacks.Callback):
+        def __init__(self, name, batch):
+            super().__init__()
+            self.name, self.batch = name, batch
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if (job.name, self.epoch, batch) == (self.name, 1, self.batch):
+                self.model.stop_training = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            if (job.name, epoch, self.batch) == (self.name, 1, None):
+                self.model.stop_training = True
+
+    model = model_of(syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    data = syncline.keras.dataset((x, y), 8)
+    best, found = keras.callbacks.EarlyStopping("loss", patience=9), []
+    for stop in (Stop("worker-1", None), Stop("worker-0", 2), Stop("worker-1", 9)):
+        history = model.fit(
+            data, epochs=4, verbose=0, validation_data=(x, y), callbacks=[stop, syncline.keras.Callback(), best]
+        )
+        found.append([history.epoch, numbers(history), None if best.best is None else float(best.best)])
+    last = model.fit(data, epochs=1, verbose=0, callbacks=[syncline.keras.Callback()])
+    tell(found=found, last=numbers(last))
+    job.close()
+"""
+
+
+def test_one_worker_alone_ends_fit(commands: Commands) -> None:
+    """By a callback of its own, at the end of an epoch or within it: it ends on all, no callback sees an epoch that
+    was not read, and all go on with the same epoch of the data.
+    """
+    found, _ = run(commands, ALONE, "-s", "1")
+    one, other = found["worker-0"], found["worker-1"]
+    assert one == {**other, "name": "worker-0"}
+    for epochs, history, best in one["found"]:
+        assert epochs == [0, 1] and all(len(values) == 2 for values in history.values())
+        assert best == min(history["loss"])
+
+
 STOPPED = """
     model = model_of(syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     data = syncline.keras.dataset((x, y), 16, shuffle=True)
@@ -250,7 +303,7 @@ def test_fit_without_the_callback_and_without_our_dataset(commands: Commands) ->
     one, other = found["worker-0"], found["worker-1"]
     assert one["first"] != other["first"] and one["again"] == other["again"] and one["step"] == 32
     assert "fit runs without syncline.keras.Callback()" in output
-    assert "every worker trains on all of it" in output
+    assert "the data comes from no syncline dataset, so the job does not split it" in output
 
 
 def test_local_steps(commands: Commands) -> None:
