@@ -66,6 +66,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
     counts = {name: (ours.num_processes, reference.num_processes) for name, (ours, reference, _) in played.items()}
     assert {name: pair for name, pair in counts.items() if pair != (1, 1)} == {
+        "shm-beside-2": (2, 1),
         "tls-large": (2, 1),  # one of our two workers stands by
         "allreduce-2": (2, 2),
         "allreduce-4": (4, 4),
