@@ -59,16 +59,13 @@ def is_held(backup: Backup, message: Seed | Replicate) -> bool:
 
 
 def goes_before(held: Replicate, message: Message) -> bool:
-    """Whether the primary has sent this before the round that is held here. It does not wait for the round then: the
-    primary votes for the round when this is answered. (A server that adds up a round itself may hold it before its
-    primary has come that far.)
+    """Whether this is a fence that the primary has sent before the round that is held here. It does not wait for the
+    round then: the primary votes for the round when the fence is answered. (A server that adds up a round itself may
+    hold it before its primary has come that far.)
     """
-    if isinstance(message, Seed):
-        clocks = {(name, incarnation): clock for name, incarnation, clock in message.clocks}
-        return any(clock > clocks.get((name, incarnation), 0) for name, incarnation, clock in held.clocks)
     if not isinstance(message, Replicate) or message.ballot is not None:
         return False
-    return not (message.has or message.clocks) and message.version == held.version  # a fence
+    return not (message.has or message.clocks) and message.version == held.version
 
 
 def is_of(message: Replicate, generation: int) -> bool:
