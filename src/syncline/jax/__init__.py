@@ -4,6 +4,7 @@
 #
 # packages        JAX and optax, or an error that says what to install
 # trees           leaves of a pytree by name, as NumPy arrays and back
+# ordered_calls   calls from compiled code, one after the other, with as few copies as JAX allows
 # host_calls      calls from compiled code to the job, and errors on their way back
 # transform       `distribute`: the optax transform
 # on_servers, changes, replicas   its three ways to step: by rule, by changes, by mean gradients

@@ -25,12 +25,12 @@ class Changes:
         tree.leaves(grads, "gradients")
         updates, state = self._transform.update(grads, state, params, **extra)
 
-        def step(before: Any, change: Any, weight: Any) -> list[Any]:
+        def step(change: Any, before: Any, weight: Any) -> list[Any]:
             start, change = self._host.new_values() or tree.named(before), tree.named(change)
             end = {name: np.asarray(start[name] + change[name], start[name].dtype) for name in tree.names}
             return tree.listed(self._host.local_step(end, weight=weight) or end)
 
-        new = self._calls.call(step, old, old, tree.leaves(updates, "updates"), weight)
+        new = self._calls.call(step, old, tree.leaves(updates, "updates"), old, weight)
         return tree.build([after - before for after, before in zip(new, old, strict=True)]), state
 
     def latest(self, params: Any, state: Any) -> tuple[Any, Any]:

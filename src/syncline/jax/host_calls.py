@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from syncline.jax.packages import io_callback, jax
+from syncline.jax.ordered_calls import ordered_call
+from syncline.jax.packages import jax
 from syncline.jax.trees import is_traced, placed, shapes_of
 from syncline.worker.host_memory import HostArray
 from syncline.worker.job import Job
@@ -76,7 +77,7 @@ class HostCalls:
         def run(*given: Any) -> Any:
             return self._run(function, shapes, given)
 
-        return list(io_callback(run, shapes, *arguments, ordered=True))
+        return ordered_call(run, shapes, *arguments)
 
     def _run(self, function: Callable[..., Sequence[HostArray]], shapes: Sequence[Any], given: Any) -> Any:
         _inside.is_set = True

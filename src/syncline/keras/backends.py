@@ -6,6 +6,7 @@ A backend is a module with the functions of `Backend`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ class Backend(Protocol):
         """Returns when the steps that were started are done."""
 
 
+@functools.cache  # versions are read from files, and every step asks
 def current() -> Backend:
     """That of the Keras in this process."""
     name = keras.backend.backend()

@@ -119,8 +119,8 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
 
     def _agree(self, *, stops: bool) -> None:
         """Before an epoch: all go on with the chief's learning rate, or end if one of them has ended. A restarted
-        worker's callbacks have no history, so they may decide differently. After a `fit` that was ended, the next one
-        comes to the same turn, and the answer is still that of the one before: the names say of which it is.
+        worker's callbacks have no history, so they may decide differently. The `fit` after one that was ended meets
+        at the same turn, which still has the old answer; so the names contain the number of the `fit`.
         """
         steps, data = self.model.optimizer.steps, self._dataset
         upcoming, number = (data.upcoming, data.num_fits) if data is not None else (0, 0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import io_callback
 
+from syncline.jax.ordered_calls import ordered_call
 from syncline.keras.backends import Exchange, from_graph
 
 
@@ -18,11 +18,11 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
         return [np.array(array) for array in exchange([np.asarray(tensor) for tensor in tensors])]
 
     def call(*arrays: Any) -> list[Any]:
-        with from_graph():  # JAX copies what it gets before the job writes there again
-            return list(exchange([np.asarray(array) for array in arrays]))
+        with from_graph():  # what it returns is copied before the job writes there again
+            return exchange([np.asarray(array) for array in arrays])
 
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in like]
-    return list(io_callback(call, shapes, *tensors, ordered=True))
+    return ordered_call(call, shapes, *tensors)
 
 
 def is_in_xla() -> bool:
