@@ -28,6 +28,12 @@ class Backend(Protocol):
     def call_out(self, exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
         """Calls `exchange` with host arrays of these tensors; its arrays become tensors, one for each of `like`."""
 
+    def adopt(self, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """The job writes new parameters into these arrays: where it can be, they become the variables' memory."""
+
+    def assign(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Gives variables these values, which are tensors or arrays."""
+
     def is_in_xla(self) -> bool:
         """Whether the code that runs now is being compiled so that it cannot call out."""
 

@@ -25,6 +25,15 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     return ordered_call(call, shapes, *tensors)
 
 
+def adopt(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+    """Its variables have memory of their own."""
+
+
+def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def is_in_xla() -> bool:
     return False
 

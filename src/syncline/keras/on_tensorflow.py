@@ -29,6 +29,15 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     return list(found)
 
 
+def adopt(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+    """Its variables have memory of their own."""
+
+
+def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
 def is_in_xla() -> bool:
     if tf.executing_eagerly():
         return False

@@ -18,6 +18,20 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     return [torch.from_numpy(array) for array in arrays]
 
 
+def adopt(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+    for variable, array in zip(variables, arrays, strict=True):
+        if variable.value.device.type == "cpu":
+            variable.value.data = torch.from_numpy(array)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        value = torch.as_tensor(value)
+        if variable.value.data_ptr() != value.data_ptr():  # else the job has written it there
+            variable.assign(value)
+
+
 def is_in_xla() -> bool:
     return False
 

@@ -59,6 +59,8 @@ class KerasSteps:
         clip = getattr(inner, "global_clipnorm", None) if rules is not None else None
         self._host = host = HostOptimizer(self.job, arrays, rules, clip_norm=clip)
         self._give(host.values)
+        if rules is not None and not self.job.config.window:  # nobody else writes there, and not during a step
+            backends.current().adopt(self.variables, [host.values[name] for name in self._names])
         alive = weakref.ref(self)
         take = lambda: own._remembered() if (own := alive()) is not None else None  # noqa: E731
         put_back = lambda saved: own._put_back(saved) if (own := alive()) is not None else None  # noqa: E731
@@ -215,8 +217,7 @@ class KerasSteps:
         return [found[name] for name in self._names]
 
     def take(self, values: Sequence[Any]) -> None:
-        for variable, value in zip(self.variables, values, strict=True):
-            variable.assign(value)
+        backends.current().assign(self.variables, values)
 
     # -- for the callback, in the script's thread ---------------------------------------------------------
 
