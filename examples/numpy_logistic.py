@@ -19,13 +19,12 @@ first = {"w": np.zeros((784, 10), np.float32), "b": np.zeros(10, np.float32)}
 params = job.kv.register(first, syncline.Rule("SGD", lr=args.lr, momentum=0.9))
 
 images, labels = fashion_mnist(train=True)
-source = ArraySource((images[: args.samples].reshape(-1, 784), labels[: args.samples]))
+images = images[: args.samples].reshape(-1, 784) / np.float32(255)
+source = ArraySource((images, labels[: args.samples]))
 for _ in range(args.epochs):
     for x, y in batches(source, args.batch_size, shuffle=True):
-        x = x.astype(np.float32) / 255
         scores = x @ params["w"] + params["b"]
-        p = np.exp(scores - scores.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
+        p = np.exp(scores - np.logaddexp.reduce(scores, 1, keepdims=True))
         p[np.arange(len(y)), y] -= 1  # the gradient of the cross entropy, by score
         grads = {"w": x.T @ p / len(y), "b": p.mean(0)}
         params = job.kv.push_pull(grads, weight=len(y) / args.batch_size).wait()  # a short batch counts less

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import random
 import signal
+from typing import Any
 
 import pytest
 from tests.scripts.runner import (
@@ -55,9 +57,16 @@ def test_without_a_fault(script: Script, way: str, tmp_path: pathlib.Path) -> No
         check(script, way, ended, one_process(script, tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("worker", ["worker-1", "worker-0"], ids=["worker", "chief"])
-@pytest.mark.parametrize("way", JOBS)
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda script: script.name)
+def kills() -> list[Any]:
+    """For each script and way one of the two dies: every script and every way sees both."""
+    found = []
+    for (i, script), (j, way) in itertools.product(enumerate(SCRIPTS.values()), enumerate(JOBS)):
+        worker, said = [("worker-1", "worker"), ("worker-0", "chief")][(i + j) % 2]
+        found.append(pytest.param(script, way, worker, id=f"{script.name}-{way}-{said}"))
+    return found
+
+
+@pytest.mark.parametrize(("script", "way", "worker"), kills())
 def test_with_a_kill(script: Script, way: str, worker: str, tmp_path: pathlib.Path) -> None:
     kill, thinks = drawn(script, way, worker)
     print(f"{kill}; each step takes {thinks:g} s more")
