@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.convnet import resnet
 from benchmarks.task import Task
 from benchmarks.transformer import Transformer
 
@@ -71,6 +73,11 @@ def images(batch_size: int, generator: torch.Generator) -> Batch:
     return x, torch.randint(10, (batch_size,), generator=generator)
 
 
+def pictures(batch_size: int, generator: torch.Generator) -> Batch:
+    x = torch.randn(batch_size, 3, 224, 224, generator=generator)
+    return x, torch.randint(1000, (batch_size,), generator=generator)
+
+
 def tokens(num_words: int, length: int) -> Callable[[int, torch.Generator], Batch]:
     """Texts of chance, and the word that comes after each."""
 
@@ -89,6 +96,10 @@ def _adam(lr: float = 1e-3, fused: bool | None = None) -> Optimizing:
     return lambda model: torch.optim.Adam(model.parameters(), lr=lr, fused=fused)
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A model, its data, and its optimizer as a plain script has it."""
@@ -97,7 +108,10 @@ class Recipe:
     batch_size: int
     optimizer: Optimizing
     data: Callable[[int, torch.Generator], Batch] = images
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of the parameters
+    is_mixed: bool = False  # computes in bfloat16 where torch.autocast does
+    is_compiled: bool = False
+    has_channels_last: bool = False
 
 
 def _gpt(batch_size: int, dtype: torch.dtype) -> Recipe:
@@ -111,6 +125,12 @@ def _gpt(batch_size: int, dtype: torch.dtype) -> Recipe:
     )
 
 
+def _mixed_gpt(batch_size: int, *, is_compiled: bool = False) -> Recipe:
+    """The same as it is trained today."""
+    recipe = _gpt(batch_size, torch.float32)
+    return dataclasses.replace(recipe, optimizer=_adamw, is_mixed=True, is_compiled=is_compiled)
+
+
 MODELS = {
     "lenet": Recipe(build=lenet, batch_size=64, optimizer=_adam()),
     "mlp-small": Recipe(build=lambda: mlp(784, 128, 10), batch_size=64, optimizer=_adam()),
@@ -120,6 +140,17 @@ MODELS = {
     "mlp-tiny": Recipe(build=lambda: mlp(784, 4, 10), batch_size=4, optimizer=_sgd(0.0)),
     "gpt": _gpt(8, torch.float32),
     "gpt-bf16": _gpt(64, torch.bfloat16),
+    "gpt-24": _mixed_gpt(24),
+    "gpt-8": _mixed_gpt(8),
+    "gpt-compiled": _mixed_gpt(24, is_compiled=True),
+    "resnet": Recipe(
+        build=resnet,
+        batch_size=128,
+        optimizer=_sgd(0.9),
+        data=pictures,
+        is_mixed=True,
+        has_channels_last=True,
+    ),
     "gpt-tiny": Recipe(
         build=lambda: Transformer(num_layers=1, width=8, num_heads=2, num_words=32, length=16),
         batch_size=2,
@@ -141,6 +172,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batch: Batch
+    autocast: Callable[[], Any] = contextlib.nullcontext
 
 
 def make(task: Task, seed: int) -> Training:
@@ -150,9 +182,20 @@ def make(task: Task, seed: int) -> Training:
     torch.manual_seed(0)
     recipe = _mlp_of(task.widths) if task.widths else MODELS[task.model]
     model = recipe.build().to(task.device, recipe.dtype)
+    if recipe.has_channels_last:
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    if recipe.is_compiled:
+        model.compile()
     x, y = (part.to(task.device) for part in recipe.data(recipe.batch_size, torch.Generator().manual_seed(seed)))
     x = x.to(recipe.dtype) if x.is_floating_point() else x
-    return Training(model, recipe.optimizer(model), (x, y))
+    x = x.contiguous(memory_format=torch.channels_last) if recipe.has_channels_last else x
+    training = Training(model, recipe.optimizer(model), (x, y))
+    if not recipe.is_mixed:
+        return training
+    kind = torch.device(task.device).type
+    return dataclasses.replace(training, autocast=lambda: torch.autocast(kind, torch.bfloat16))
 
 
 def training_step(training: Training) -> Callable[[], None]:
@@ -160,7 +203,8 @@ def training_step(training: Training) -> Callable[[], None]:
     model, optimizer, (x, y) = training.model, training.optimizer, training.batch
 
     def step() -> None:
-        loss = F.cross_entropy(model(x), y)
+        with training.autocast():
+            loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -174,7 +218,9 @@ def backward_step(training: Training, then: Callable[[], object] = lambda: None)
 
     def step() -> None:
         model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        with training.autocast():
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
         then()
 
     return step

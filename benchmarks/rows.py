@@ -167,6 +167,27 @@ def _gpu_rows() -> list[Row]:
         beside_nccl("nccl-1", "gpt", full, workers=1, reach=Reach("at least", 0.98)),
         beside_nccl("nccl-all", "gpt", full, workers=0, reach=Reach("at least", 0.98)),
         on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),
+        *_mixed_rows("gpt-24", "GPT, batch 24", sync=1.25, runs_ahead=1.06, ring=1.02, server=1.12),
+        *_mixed_rows("gpt-8", "GPT, batch 8", sync=1.75, runs_ahead=1.25, ring=1.05, server=1.20),
+        *_mixed_rows("gpt-compiled", "GPT under torch.compile, batch 24"),
+        *_mixed_rows("resnet", "ResNet-50, channels last, batch 128"),
+    ]
+
+
+def _mixed_rows(
+    model: str, what: str, *, sync: float = 0, runs_ahead: float = 0, ring: float = 0, server: float = 0
+) -> list[Row]:
+    """A model that computes in bfloat16 by autocast, in four ways; 0: the figure is only printed."""
+
+    def reach(ratio: float) -> Reach:
+        return _at_most(ratio) if ratio else Reach("printed")
+
+    what = f"{what}, autocast"
+    return [
+        on_device(f"cuda-{model}-sync", model, what, reach=reach(sync)),
+        on_device(f"cuda-{model}-async", model, what, policy="async", window=1, reach=reach(runs_ahead)),
+        on_device(f"cuda-{model}-nccl", model, what, sums="nccl", reach=reach(ring)),
+        on_device(f"cuda-{model}-server", model, what, server_device="cuda", reach=reach(server)),
     ]
 
 

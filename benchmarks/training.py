@@ -132,10 +132,13 @@ def on_device(
     window: int = 0,
     device: str = "cuda",
     server_device: str = "",
+    sums: str = "",
 ) -> Row:
-    """One worker that trains on a GPU, beside the same step without us."""
+    """One worker that trains on a GPU, beside the same step without us. `sums`: in a ring of itself."""
     settings: dict[str, Any] = {"policy": policy, "window": window, "transport": "shm"}
-    how = f"{policy} --window {window}" if window else policy
+    how = f"1 server, {policy} --window {window}" if window else f"1 server, {policy}"
+    if sums:
+        settings, how = {"exchange": "ring", "sums": sums}, f"a ring with --sums {sums}"
     if server_device:
         settings["server_device"] = server_device
         how += f", --server-device {server_device}"
@@ -149,8 +152,8 @@ def on_device(
 
     return Row(
         name=name,
-        what=f"{what}, on a GPU, 1 worker 1 server, {how}",
-        reference="the local step in one process, fused Adam",
+        what=f"{what}, on a GPU, 1 worker, {how}",
+        reference="the local step in one process",
         reach=reach,
         measure=measure,
     )

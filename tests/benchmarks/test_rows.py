@@ -120,7 +120,10 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
     assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
     given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
-    assert {name: device for name, device in given.items() if device} == {"cuda-server": "cuda"}
+    on_gpu = {name for name in jobs if name.startswith("cuda-") and name.endswith("-server")}
+    assert {name: device for name, device in given.items() if device} == dict.fromkeys(on_gpu, "cuda")
+    ring = played["cuda-gpt-24-nccl"][0]._settings
+    assert (ring["exchange"], ring["sums"]) == ("ring", "nccl")
 
 
 def test_a_setting_that_a_job_does_not_know_is_an_error_of_ours(fast: Effort):

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from syncline.core.layout import Segment, Slice
-from syncline.torch.comparing import Comparison, place_of
+from syncline.torch.comparing import Comparison, FiniteCheck, place_of
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import to_bytes
 from syncline.worker.exchange.finite import LOOK_BYTES, SMALL_BYTES, copy_digested, copy_finite, is_same
@@ -133,7 +133,7 @@ class MirrorCarrier:
         self._exchange, self._segment, self._side = exchange, segment, side
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
-        self._comparison = Comparison(segment, self._mirror)
+        self._comparison, self._check = Comparison(segment, self._mirror), FiniteCheck(segment, self._mirror)
         self._streams: set[Hashable] = set()  # that have filled the mirror since the side followed them
         self._bucket: list[Slice] = []
         self._under_way: collections.deque[tuple[StreamMark, list[Slice]]] = collections.deque()  # to a socket
@@ -189,10 +189,13 @@ class MirrorCarrier:
         self._under_way.clear()  # what was not staged by now goes with the commit
         self._streams.add(self._side.current())
         self._copy([self._segment.slices[number] for number in late])
+        if self._exchange.checks_finite:
+            self._check.begin()  # while the last copies are made
         self._side.mark().wait()
 
     def hand_over(self) -> bool:
-        return False
+        """The host looks only if the device finds something, to say what it is."""
+        return self._exchange.checks_finite and self._check.is_finite()
 
 
 def _num_bytes(parts: Iterable[Slice]) -> int:

@@ -3,16 +3,15 @@ channel."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from syncline.core.layout import FLOATS, Segment, Slice
+from syncline.core.layout import Segment, Slice
 from syncline.net.device_channel import DeviceChannel, Handed
 from syncline.torch.carriers import BUCKET_BYTES
-from syncline.torch.comparing import Comparison, place_of
+from syncline.torch.comparing import Comparison, FiniteCheck, place_of
 from syncline.worker.exchange.servers import ServersExchange
 
 
@@ -29,11 +28,7 @@ class ChannelCarrier:
         self._bucket: list[Slice] = []  # copied, and not told
         self._streams: list[Any] = []  # that write the mirror for the next commit; it is free to be written by them
         self._clock = exchange.clock  # of the commit before that
-        floats = [part for part in segment.slices if part.dtype in FLOATS and part.num_bytes]
-        self._numbers = [
-            self._mirror[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
-            for part in floats
-        ]
+        self._check = FiniteCheck(segment, self._mirror)
         device_channel.open_for(segment.index)
 
     @property
@@ -95,13 +90,13 @@ class ChannelCarrier:
         self._bucket = []
 
     def hand_over(self) -> bool:
-        """On the GPU the largest number of each slice tells whether all are finite. Where some are not, host memory
-        gets them too: there it is found out which, and what of them counts."""
+        """The GPU tells whether all are finite. Where some are not, host memory gets them too: there it is found out
+        which, and what of them counts."""
         self._give()
         if not self._exchange.checks_finite:
             return False
-        largest = [torch.linalg.vector_norm(numbers, math.inf).float() for numbers in self._numbers]
-        if not largest or math.isfinite(float(torch.stack(largest).amax())):
+        self._check.begin()
+        if self._check.is_finite():
             return True
         torch.from_numpy(self._exchange.arena(self._segment.index)).copy_(self._mirror)
         return False

@@ -1,12 +1,13 @@
-"""Compares gradients with the copies made of them, with one device query for all."""
+"""Looks at a mirror on the device, with one query for all: does it equal the gradients, is it finite?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from syncline.core.layout import Segment, aligned
+from syncline.core.layout import FLOATS, Segment, aligned
 from syncline.torch.parameters import shaped
 
 #: Scratch memory for comparing many small parameters at once.
@@ -87,3 +88,29 @@ class Comparison:
                 self._views.clear()
             self._views[run] = [place_of(scratch, self._segment, index, begin) for index in run]
         return self._views[run]
+
+
+class FiniteCheck:
+    """Whether all numbers of a mirror are finite: its largest one tells."""
+
+    def __init__(self, segment: Segment, mirror: torch.Tensor) -> None:
+        runs: list[tuple[int, int, str]] = []  # neighbours of one type
+        for part in segment.slices:
+            begin, end = part.offset, part.offset + part.num_bytes
+            if part.dtype not in FLOATS or not part.num_bytes:
+                continue
+            if runs and runs[-1][1:] == (begin, part.dtype):
+                runs[-1] = (runs[-1][0], end, part.dtype)
+            else:
+                runs.append((begin, end, part.dtype))
+        self._numbers = [mirror[begin:end].view(getattr(torch, dtype)) for begin, end, dtype in runs]
+        self._largest: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Queues the check on the caller's stream."""
+        largest = [torch.linalg.vector_norm(numbers, math.inf).float() for numbers in self._numbers]
+        self._largest = torch.stack(largest).amax() if largest else None
+
+    def is_finite(self) -> bool:
+        """Waits for what the caller's stream has queued until now."""
+        return self._largest is None or math.isfinite(float(self._largest))
