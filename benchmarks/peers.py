@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import sys
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.memory import return_what_is_freed
-from benchmarks.models import Training, backward_step, make, settling, training_step
+from benchmarks.models import backward_step, make, settling, training_step
 from benchmarks.task import Task, read_arguments
 from benchmarks.turns import Operation, Player, take_turns
 from syncline.config import num_cores
@@ -90,7 +91,7 @@ def train_ddp(task: Task, path: str) -> Operation:
     """The plain loop under DistributedDataParallel on gloo."""
     _join_gloo(task, path)
     made = make(task, seed=task.number)
-    return training_step(Training(DistributedDataParallel(made.model), made.optimizer, made.batch))
+    return training_step(dataclasses.replace(made, model=DistributedDataParallel(made.model)))
 
 
 def train_ddp_nccl(task: Task, path: str) -> Operation:
@@ -104,7 +105,7 @@ def train_ddp_nccl(task: Task, path: str) -> Operation:
     )
     made = make(msgspec.structs.replace(task, device=str(device)), seed=task.number)
     model = DistributedDataParallel(made.model, device_ids=[device.index])
-    return training_step(Training(model, made.optimizer, made.batch))
+    return training_step(dataclasses.replace(made, model=model))
 
 
 PEERS = {

@@ -5,6 +5,7 @@ It uses the public API only, since `benchmarks.check` runs it with other version
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,14 +36,14 @@ def push_pull(task: Task) -> Operation:
 
 def train(task: Task) -> Operation:
     """A step of training with our optimizer around torch's."""
-    from benchmarks.models import Training, make, training_step
+    from benchmarks.models import make, training_step
     from syncline.torch import DistributedOptimizer
 
     job = syncline.init()
     own = msgspec.structs.replace(task, device=job.device) if task.device == "cuda" else task
     made = make(own, seed=job.rank)
     optimizer = DistributedOptimizer(made.optimizer, model=made.model, overlap=task.overlap)
-    return training_step(Training(made.model, optimizer, made.batch))
+    return training_step(dataclasses.replace(made, optimizer=optimizer))
 
 
 def train_keeping(task: Task) -> Operation:
