@@ -148,6 +148,23 @@ def test_while_paused_nothing_travels(setting: Setting) -> None:
     setting.check()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_a_device_finds_what_is_not_finite_wherever_it_is(setting: Setting, index: int, bad: float) -> None:
+    """Also where it was edited after backward, and never where all is finite."""
+    setting.backward()
+    assert setting.gradients.collect() == setting.gradients.finite != ()
+    gradient = setting.tensors[index].grad
+    assert gradient is not None
+    gradient.view(-1)[-1] = bad
+    assert setting.gradients.collect() != ()
+    assert setting.gradients.finite == ()
+    setting.wire.checks_finite = False
+    gradient.view(-1)[-1] = 0.0
+    setting.gradients.collect()
+    assert setting.gradients.finite == ()  # nobody has looked
+
+
 def test_shared_memory_is_staged_by_nobody(slow_side: Any) -> None:
     setting = Setting(slow_side, early_bytes=math.inf)
     setting.backward()
