@@ -32,7 +32,7 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=syncline.keras.DistributedOptimizer(keras.optimizers.RMSprop(1e-3)),
+    optimizer=syncline.keras.DistributedOptimizer(keras.optimizers.RMSprop(5e-4)),
     loss="sparse_categorical_crossentropy",
     metrics=["accuracy"],
 )

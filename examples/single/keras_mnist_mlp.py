@@ -30,7 +30,7 @@ model = keras.Sequential(
     ]
 )
 model.compile(
-    optimizer=keras.optimizers.RMSprop(1e-3),
+    optimizer=keras.optimizers.RMSprop(5e-4),
     loss="sparse_categorical_crossentropy",
     metrics=["accuracy"],
 )

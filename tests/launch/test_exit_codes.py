@@ -57,6 +57,15 @@ RAISES = (
         push()
 """
 )
+MISUSED = (
+    BEGIN
+    + """
+    for step in job.steps(20):
+        push()
+        if job.own_step == 5:
+            raise syncline.ConfigError("wrong for good")
+"""
+)
 EARLY = """
     import syncline
     job = syncline.init()
@@ -98,6 +107,7 @@ UNDECIDED = (
         pytest.param(WELL, (), 0, "", marks=pytest.mark.proof),
         (KILLED_ONCE, (), 0, "worker-1 was killed by SIGKILL"),
         (RAISES, (), 0, "The job goes on without it"),
+        (MISUSED, (), 1, "it is not restarted, since the same would happen again"),
         (EARLY, (), 7, "the job has failed"),
         pytest.param(WELL, ("--max-steps", "3"), 0, "--max-steps 3", marks=pytest.mark.proof),
         (AFTERWARDS, (), 0, "the other workers have finished"),
@@ -107,6 +117,7 @@ UNDECIDED = (
         "well",
         "replaced",
         "not replaced",
+        "misused",
         "before its first step",
         "stop rule",
         "after the chief",
@@ -116,6 +127,7 @@ UNDECIDED = (
 def test_exit_codes(commands: Any, script: str, options: tuple[str, ...], code: int, told: str) -> None:
     result = commands.run("run", "-w", "2", "--policy", "async", *options, commands.script(script))
     assert result.code == code and told in result.output, result.output
+    assert script is not MISUSED or "starts again" not in result.output, result.output
 
 
 @pytest.mark.slow

@@ -81,8 +81,9 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
             raise ConfigError(f"fit: {NO_LOSS_SCALE}")
         if not isinstance(model.optimizer, DistributedOptimizer):
             raise ConfigError(
-                f"fit: the model is compiled with {type(model.optimizer).__name__}, and nothing would be shared; "
-                "give compile(optimizer=syncline.keras.DistributedOptimizer(…))"
+                "fit: syncline.keras.Callback needs a DistributedOptimizer in compile(optimizer=…); there is "
+                f"{type(model.optimizer).__name__}, which shares nothing. A model with several optimizers of its own "
+                "trains without the callback"
             )
         if not model.built or not model.trainable_variables:
             raise ConfigError(f"fit: {NOT_BUILT}")

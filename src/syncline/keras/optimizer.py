@@ -22,7 +22,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
 
     The rules of SGD, Adam, AdamW, RMSprop and Adagrad run on the servers. Other optimizers, and options that servers
     do not have, run on the worker, which pushes what they have changed; so does `--sync-every`. `learning_rate` may
-    be set at any time: each step tells the servers what it is. `buffers`: variables that are not trained, such as
+    be set at any time: it travels with every step. `buffers`: variables that are not trained, such as
     BatchNorm's statistics, are the chief's (`"chief"`) or the workers' mean (`"mean"`) at the end of an epoch.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 from syncline.errors import ConfigError
@@ -39,6 +39,8 @@ class Pass:
         self.epoch, self._numbers = loop.reading.epoch, dataset.numbers(loop)
         self._ahead: collections.deque[bool] = collections.deque()  # read, and in no step yet: whether it is leased
         self._last: Any = None  # the last batch
+        self._num_used, self._counts = 0, True  # batches in steps so far; whether the steps of the last one count
+        self._used: dict[Hashable, int] = {}  # the same by optimizer
         self._is_entered = self._is_over = False
         self.failure: BaseException | None = None  #: of a step, to be raised in the script's thread
 
@@ -86,12 +88,16 @@ class Pass:
             self._loop.comes_back()
         return None if self._loop.is_over else self._numbers.next()
 
-    def hand_out(self) -> bool:
-        """A step uses the oldest batch. Returns whether it counts."""
-        counts = bool(self._ahead) and self._ahead.popleft()
-        if counts:
-            self._loop.hand_out()
-        return counts
+    def hand_out(self, optimizer: Hashable) -> bool:
+        """A step uses the oldest batch, or the one that another optimizer has used before it; where no batch is left,
+        it is one more step on the last. Returns whether it counts.
+        """
+        if self._used.get(optimizer, 0) == self._num_used and self._ahead:
+            self._counts, self._num_used = self._ahead.popleft(), self._num_used + 1
+            if self._counts:
+                self._loop.hand_out()
+        self._used[optimizer] = self._num_used
+        return self._counts
 
     @property
     def is_open(self) -> bool:
@@ -121,7 +127,7 @@ class Unread:
     is_open = comes_again = True
     failure: BaseException | None = None
 
-    def hand_out(self) -> bool:
+    def hand_out(self, optimizer: Hashable) -> bool:
         return False
 
     def leave(self) -> None:
@@ -141,11 +147,14 @@ def begin(job: Job, dataset: Reads, loop: Loop, reader: str, end: Exception) -> 
     return found
 
 
-def hand_out(job: Job) -> bool:
-    """A step begins: its batch counts with it. Returns False for a batch that has come again, without a step."""
+def hand_out(job: Job, optimizer: Hashable) -> bool:
+    """A step begins: its batch counts with it. Returns False for a batch that has come again, without a step.
+
+    `optimizer`: what tells it from others.
+    """
     found = _passes.get(job)
     if found is not None and found.is_open:
-        return found.hand_out()
+        return found.hand_out(optimizer)
     if job.world_size > 1 and not job.exchange.lease_acks.has_position:
         job.notice(
             "the data comes from no syncline dataset, so the job does not split it. If every worker reads all of "

@@ -142,7 +142,7 @@ class KerasSteps:
             buffers = self._buffers_in(arrays[len(names) + 1 :])
 
             def step() -> Mapping[str, Any]:
-                self._counted = passes.hand_out(self.job)
+                self._counted = passes.hand_out(self.job, id(self))
                 if not self._counted:
                     return self.host.values
                 self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
@@ -159,7 +159,7 @@ class KerasSteps:
         buffers = self._buffers_in(arrays[len(self._names) :])
 
         def step() -> Mapping[str, Any]:
-            self._counted = passes.hand_out(self.job)
+            self._counted = passes.hand_out(self.job, id(self))
             if not self._counted:  # the optimizer has moved them nevertheless
                 return self.host.values if self._resumes is None else self._resumes
             self._num_steps += 1

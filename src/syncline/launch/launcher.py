@@ -25,7 +25,7 @@ from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_no
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
 from syncline.launch.watching import Watching
-from syncline.worker.steps import CANNOT_RESUME
+from syncline.worker.steps import CANNOT_RESUME, MISUSED
 
 __all__ = ["Launcher", "Screen"]
 
@@ -77,6 +77,7 @@ class Launcher:
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
+        self._misused: set[str] = set()  # workers that ended with a ConfigError
         self._given_up: dict[str, tuple[str, int]] = {}  # workers that the job continues without: reason, exit code
         self._own_mistakes: dict[str, tuple[str, int]] = {}  # workers that ended by their script, the first first
         self._codes: dict[str, int] = {}
@@ -149,7 +150,7 @@ class Launcher:
         """The coordinator knows of a failure before a process has ended: give that process a moment."""
         for _ in range(10):
             for life, code in self._lives.take_ended():
-                self._codes[life.plan.name] = code
+                self._codes[life.plan.name] = 1 if code == MISUSED else code
             if standings.culprit in self._codes:
                 break
             time.sleep(POLL_SECONDS)
@@ -162,7 +163,7 @@ class Launcher:
         out = {life.plan.name for life in self._lives.values() if self._has_ended and self._is_out(life)}
         if self._workers <= self._finished | self._given_up.keys() | out:
             return not self._others_at_work()
-        return not self._lives.alive() and not self._due
+        return not self._lives.values() and not self._due  # those that have ended are seen first
 
     def _others_at_work(self) -> bool:
         """Workers that were started elsewhere, by the job file; the job is theirs too."""
@@ -189,7 +190,7 @@ class Launcher:
 
     def _reap(self) -> None:
         ended = self._lives.take_ended()
-        self._codes |= {life.plan.name: code for life, code in ended}
+        self._codes |= {life.plan.name: 1 if code == MISUSED else code for life, code in ended}
         if ended:
             self._look_now()
         for life, code in ended:
@@ -208,6 +209,9 @@ class Launcher:
         if role == "worker" and code == CANNOT_RESUME:
             self._go_on_without(name, "could not go on after it was started again", 1)  # it has said why
             return
+        if role == "worker" and code == MISUSED:
+            code, reason = 1, life.describe_end(1)
+            self._misused.add(name)
         counts = is_of_the_script(code) and not self._may_restart  # however soon the coordinator saw it go
         if role == "worker" and self._has_ended and self._is_out(life) and not counts:
             self._finished.add(name)
@@ -260,6 +264,10 @@ class Launcher:
                 first, (reason, code) = next(iter(self._own_mistakes.items()))
                 self._fail(first, reason, exit_code(code))  # trying again would not help
                 return
+        if name in self._misused:
+            why = f"{name} {reason}; it is not restarted, since the same would happen again"
+            self._go_on_without(name, reason, exit_code(code), why)
+            return
         if life.plan.role == "worker" and self._may_restart and (why := self._why_not_again(life, reason)):
             self._go_on_without(name, reason, exit_code(code), why)
             return
@@ -271,7 +279,8 @@ class Launcher:
         if not again.starts_again:
             told = again.describe(name, reason)
             if again.most and life.plan.starts_again and is_of_the_script(code) and self._has_stepped:
-                self._go_on_without(name, reason, exit_code(code), f"{told}; the job continues without it")
+                line = f"{told}; the job continues without it"
+                self._go_on_without(name, reason, exit_code(code), line, verdict=told)
             else:
                 self._fail(name, reason, exit_code(code), told)
             return
@@ -322,12 +331,12 @@ class Launcher:
             time.sleep(POLL_SECONDS)
         return self._restarts.has_pushed(name, self._settled(name))
 
-    def _go_on_without(self, name: str, reason: str, code: int, line: str = "") -> None:
-        """This worker is not restarted. The job goes on while other workers are there."""
+    def _go_on_without(self, name: str, reason: str, code: int, line: str = "", verdict: str = "") -> None:
+        """This worker is not restarted. The job goes on while other workers are there; else `verdict` is the end."""
         self._given_up[name] = (reason, code)
         others = [other for other in (*self._lives.names("worker"), *self._due) if other != name]
         if not any(other.startswith("worker-") for other in others) and not self._is_chief_done:
-            self._fail(name, reason, code, line or f"{name} {reason}, and no other worker is left")
+            self._fail(name, reason, code, verdict or line or f"{name} {reason}, and no other worker is left")
             return
         if line:
             self._say(line)

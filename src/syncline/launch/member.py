@@ -14,7 +14,7 @@ import msgspec
 from syncline import config as configuration
 from syncline import faults
 from syncline.core.cores import own_cores, why_shared
-from syncline.errors import ConnectionLost, FencedError, JobFailed, SynclineError
+from syncline.errors import ConfigError, ConnectionLost, FencedError, JobFailed, SynclineError
 from syncline.extensions import see_beside
 from syncline.launch import lifeline, threads
 from syncline.launch.membership import say
@@ -24,6 +24,7 @@ from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 from syncline.worker.current import current_job, has_current_job
+from syncline.worker.steps import MISUSED
 
 
 def member() -> int:
@@ -129,6 +130,8 @@ def _failed(plan: MemberPlan, error: BaseException) -> int:
     else:
         sys.stderr.write(f"{plan.name or 'worker'} failed:\n{describe(error, plan.script)}")
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, ConfigError) and job is not None:
+            code = MISUSED
     sys.stderr.flush()
     return code
 

@@ -79,7 +79,8 @@ class DistributedGradientTape:
 
         def exchange(arrays: list[Any]) -> list[Any]:
             def mean() -> list[Any]:
-                passes.hand_out(job)  # first: only then the next batch is asked for, which raises what fails here
+                # First: only then the next batch is asked for, which raises what fails here.
+                passes.hand_out(job, tuple(names))
                 by_name = dict(zip(names, arrays, strict=True))
                 if tuple(names) not in known:
                     known[tuple(names)] = MeanGradients(job, by_name)

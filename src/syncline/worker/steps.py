@@ -21,6 +21,8 @@ from syncline.worker.data.samples import WorkerSamples
 
 #: Exit code of a worker whose script cannot resume; it does not count as a death.
 CANNOT_RESUME = 76
+#: Exit code of a worker that ended with a ConfigError: it would do so again.
+MISUSED = 77
 
 REMEDY = (
     "To make a script restartable, loop over syncline.torch.DataLoader, or `for step in job.steps(n)`, or "

@@ -141,7 +141,7 @@ def test_parts_of_fit_that_the_job_has_to_know(job: Job) -> None:
 
 
 def test_an_optimizer_that_is_not_ours(job: Job) -> None:
-    with pytest.raises(syncline.ConfigError, match="compiled with SGD, and nothing would be shared"):
+    with pytest.raises(syncline.ConfigError, match="there is SGD, which shares nothing"):
         fit(model_of(optimizer=keras.optimizers.SGD(0.1)))
 
 

@@ -7,9 +7,15 @@ import pathlib
 import re
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from tests.launch.conftest import Commands
+
+from syncline.tensorflow import DistributedOptimizer, dataset
+from syncline.testing import local_job
+from syncline.worker.current import current_in_thread
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 LOOP = """
@@ -202,3 +208,34 @@ def test_the_example_at_a_small_size(commands: Commands, more: tuple[str, ...]) 
     assert result.code == 0, result.output
     (accuracy,) = re.findall(r"test accuracy +([\d.]+)%", result.output)
     assert float(accuracy) > 60, result.output
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "tf.function"])
+def test_two_optimizers_and_two_steps_on_each_batch(graph: bool) -> None:
+    """As a GAN has them: every step counts, and every batch once."""
+
+    def trained(wrap: Any, batches: Any) -> list[Any]:
+        keras.utils.set_random_seed(1)
+        models = [keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]) for _ in range(2)]
+        optimizers = [wrap(keras.optimizers.SGD(0.1)) for _ in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.build(model.trainable_variables)
+
+        def step(x: Any) -> None:
+            for model, optimizer in [*zip(models, optimizers, strict=True), (models[1], optimizers[1])]:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((model(x) - 1.0) ** 2)
+                optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        run = tf.function(step) if graph else step
+        for (x,) in batches:
+            run(x)
+        return [variable.numpy() for model in models for variable in model.trainable_variables]
+
+    x = np.random.default_rng(0).standard_normal((32, 2)).astype(np.float32)
+    plain = trained(lambda optimizer: optimizer, [(tf.constant(x[k : k + 8]),) for k in range(0, 32, 8)])
+    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+        shared = trained(DistributedOptimizer, dataset((x,), batch_size=8, shuffle=False))
+        assert jobs[0].samples_taken == 32
+    for one, other in zip(plain, shared, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
