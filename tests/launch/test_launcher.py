@@ -89,7 +89,7 @@ def test_a_script_that_ends_with_the_number_of_an_eviction_was_not_evicted(play:
     assert code == 1 and "worker-0 ended with exit code 1" in verdict
 
 
-@pytest.mark.parametrize(("code", "max_restarts", "verdict"), [(1, 3, 0), (None, 3, 0), (1, 0, 1)])
+@pytest.mark.parametrize(("code", "max_restarts", "verdict"), [(1, 3, 0), (None, 3, 0), (1, 0, 1), (77, 0, 1)])
 def test_the_job_ends_well_without_one_that_was_evicted(
     play: Callable[..., Play], code: int | None, max_restarts: int, verdict: int
 ) -> None:

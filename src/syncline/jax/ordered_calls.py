@@ -23,7 +23,8 @@ except ImportError:  # an older JAX
 def ordered_call(function: Callable[..., Sequence[Any]], shapes: Sequence[Any], *arguments: Any) -> list[Any]:
     """The results of `function`, whose arguments are valid until it returns.
 
-    Where the first arrays of the arguments have the shapes of the results, results may take their memory.
+    Where the first arrays of the arguments have the shapes of the results, results may take their memory. A result
+    that is itself one of these arguments must stand at its place.
     """
     # Several devices would each make the call in place.
     if _in_place is None or jax.default_backend() != "cpu" or len(jax.devices()) > 1:
@@ -39,7 +40,7 @@ def ordered_call(function: Callable[..., Sequence[Any]], shapes: Sequence[Any], 
     same = {
         place: place
         for place, (leaf, shape) in enumerate(zip(leaves, shapes, strict=False), start=1)
-        if (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+        if (np.shape(leaf), jax.numpy.result_type(leaf)) == (shape.shape, shape.dtype)
     }
     begun = io_callback(lambda: np.int32(0), count, ordered=True)
     in_place = _in_place(call, [count, *shapes], has_side_effect=True, input_output_aliases=same)

@@ -41,6 +41,7 @@ class Pass:
         self._last: Any = None  # the last batch
         self._num_used, self._counts = 0, True  # batches in steps so far; whether the steps of the last one count
         self._used: dict[Hashable, int] = {}  # the same by optimizer
+        self.num_samples = 0  #: of the batch that the last step used
         self._is_entered = self._is_over = False
         self.failure: BaseException | None = None  #: of a step, to be raised in the script's thread
 
@@ -92,12 +93,18 @@ class Pass:
         """A step uses the oldest batch, or the one that another optimizer has used before it; where no batch is left,
         it is one more step on the last. Returns whether it counts.
         """
-        if self._used.get(optimizer, 0) == self._num_used and self._ahead:
+        has_used = not backends.current().has_extra_steps() or self._used.get(optimizer, 0) == self._num_used
+        if self._ahead and has_used:  # where Keras reads ahead, what lies there may be of the next step
             self._counts, self._num_used = self._ahead.popleft(), self._num_used + 1
             if self._counts:
                 self._loop.hand_out()
         self._used[optimizer] = self._num_used
         return self._counts
+
+    @property
+    def has_several(self) -> bool:
+        """Whether more than one optimizer has made a step."""
+        return len(self._used) > 1
 
     @property
     def is_open(self) -> bool:
@@ -125,6 +132,8 @@ class Unread:
 
     reader = "fit"
     is_open = comes_again = True
+    has_several = False
+    num_samples = 0
     failure: BaseException | None = None
 
     def hand_out(self, optimizer: Hashable) -> bool:
@@ -150,11 +159,16 @@ def begin(job: Job, dataset: Reads, loop: Loop, reader: str, end: Exception) -> 
 def hand_out(job: Job, optimizer: Hashable) -> bool:
     """A step begins: its batch counts with it. Returns False for a batch that has come again, without a step.
 
-    `optimizer`: what tells it from others.
+    `optimizer`: identifies the one that steps.
     """
     found = _passes.get(job)
     if found is not None and found.is_open:
-        return found.hand_out(optimizer)
+        taken = job.samples_taken
+        counts = found.hand_out(optimizer)
+        found.num_samples = job.samples_taken - taken or found.num_samples
+        return counts
+    if found is not None:
+        found.num_samples = 0  # it is over
     if job.world_size > 1 and not job.exchange.lease_acks.has_position:
         job.notice(
             "the data comes from no syncline dataset, so the job does not split it. If every worker reads all of "
@@ -167,6 +181,18 @@ def is_read(job: Job) -> str:
     """What reads an epoch of a dataset now: `fit`, or a `loop` of the script; empty: nothing."""
     found = _passes.get(job)
     return (found.reader or "loop") if found is not None and found.is_open else ""
+
+
+def weight(job: Job) -> float | None:
+    """Of a step that has begun: the samples of its batch, whoever has used it before; None: there is no dataset."""
+    found = _passes.get(job)
+    return float(found.num_samples) if found is not None and found.num_samples else None
+
+
+def has_several(job: Job) -> bool:
+    """Whether more than one optimizer steps in the epoch that is read now."""
+    found = _passes.get(job)
+    return found is not None and found.has_several
 
 
 def comes_again(job: Job) -> bool:

@@ -59,7 +59,8 @@ class KerasSteps:
         clip = getattr(inner, "global_clipnorm", None) if rules is not None else None
         self._host = host = HostOptimizer(self.job, arrays, rules, clip_norm=clip)
         self._give(host.values)
-        if rules is not None and not self.job.config.window:  # nobody else writes there, and not during a step
+        # Without --window the job writes these arrays only inside of steps, pulls and waits.
+        if rules is not None and not self.job.config.window:
             backends.current().adopt(self.variables, [host.values[name] for name in self._names])
         alive = weakref.ref(self)
         take = lambda: own._remembered() if (own := alive()) is not None else None  # noqa: E731
@@ -147,7 +148,9 @@ class KerasSteps:
                     return self.host.values
                 self._num_steps, self._last_rate = self._num_steps + 1, 0.0 if self._has_schedule else rate
                 self._mind_callback()
-                return self.host.step(gradients, options={"lr": rate}, buffers=buffers)
+                return self.host.step(
+                    gradients, options={"lr": rate}, buffers=buffers, weight=passes.weight(self.job)
+                )
 
             return self._guarded(step)
 
@@ -164,7 +167,7 @@ class KerasSteps:
                 return self.host.values if self._resumes is None else self._resumes
             self._num_steps += 1
             self._mind_callback()
-            found = self.host.local_step(own, buffers=buffers)
+            found = self.host.local_step(own, buffers=buffers, weight=passes.weight(self.job))
             found = own if found is None else found
             self._resumes = copied(found) if passes.comes_again(self.job) else None
             return found
@@ -187,7 +190,9 @@ class KerasSteps:
         return counts
 
     def _mind_callback(self) -> None:
-        if self.callback is None and self.job.world_size > 1 and passes.is_read(self.job) == "fit":
+        """From the second step on: by then it is known whether there are several optimizers."""
+        is_missing = self.callback is None and passes.is_read(self.job) == "fit"
+        if is_missing and self.job.world_size > 1 and self._num_steps > 1 and not passes.has_several(self.job):
             self.job.notice(
                 "fit runs without syncline.keras.Callback(): metrics are each worker's own, so EarlyStopping and the "
                 "like may decide differently, every worker writes checkpoints, stop rules do not end fit, and a "

@@ -264,9 +264,9 @@ class Launcher:
                 first, (reason, code) = next(iter(self._own_mistakes.items()))
                 self._fail(first, reason, exit_code(code))  # trying again would not help
                 return
-        if name in self._misused:
+        if name in self._misused and self._may_restart:
             why = f"{name} {reason}; it is not restarted, since the same would happen again"
-            self._go_on_without(name, reason, exit_code(code), why)
+            self._go_on_without(name, reason, exit_code(code), f"{why}. The job goes on without it", verdict=why)
             return
         if life.plan.role == "worker" and self._may_restart and (why := self._why_not_again(life, reason)):
             self._go_on_without(name, reason, exit_code(code), why)
@@ -332,7 +332,7 @@ class Launcher:
         return self._restarts.has_pushed(name, self._settled(name))
 
     def _go_on_without(self, name: str, reason: str, code: int, line: str = "", verdict: str = "") -> None:
-        """This worker is not restarted. The job goes on while other workers are there; else `verdict` is the end."""
+        """This worker is not restarted. The job goes on while there are others, else it fails with `verdict`."""
         self._given_up[name] = (reason, code)
         others = [other for other in (*self._lives.names("worker"), *self._due) if other != name]
         if not any(other.startswith("worker-") for other in others) and not self._is_chief_done:
@@ -390,6 +390,7 @@ class Launcher:
                 plan = self._grow(next(free), where)
                 where[plan.name] = plan.host
                 self._finished.discard(plan.name)
+                self._misused.discard(plan.name)
                 if role == "worker":
                     self._workers.add(plan.name)
                 self._say(f"{plan.name} starts on host {plan.host}")

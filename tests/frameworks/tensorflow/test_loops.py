@@ -211,8 +211,10 @@ def test_the_example_at_a_small_size(commands: Commands, more: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "tf.function"])
-def test_two_optimizers_and_two_steps_on_each_batch(graph: bool) -> None:
-    """As a GAN has them: every step counts, and every batch once."""
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("turns", [False, True], ids=["together", "in turns"])
+def test_two_optimizers_and_two_steps_on_each_batch(graph: bool, policy: str, turns: bool) -> None:
+    """As a GAN has them: every step counts in full, and every batch once. `turns`: each batch is for one of them."""
 
     def trained(wrap: Any, batches: Any) -> list[Any]:
         keras.utils.set_random_seed(1)
@@ -221,21 +223,22 @@ def test_two_optimizers_and_two_steps_on_each_batch(graph: bool) -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.build(model.trainable_variables)
 
-        def step(x: Any) -> None:
-            for model, optimizer in [*zip(models, optimizers, strict=True), (models[1], optimizers[1])]:
+        def step(x: Any, number: int) -> None:
+            pairs = [*zip(models, optimizers, strict=True)]
+            for model, optimizer in [pairs[number % 2]] if turns else [*pairs, pairs[1]]:
                 with tf.GradientTape() as tape:
                     loss = tf.reduce_mean((model(x) - 1.0) ** 2)
                 optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
         run = tf.function(step) if graph else step
-        for (x,) in batches:
-            run(x)
+        for number, (x,) in enumerate(batches):
+            run(x, number % 2)
         return [variable.numpy() for model in models for variable in model.trainable_variables]
 
-    x = np.random.default_rng(0).standard_normal((32, 2)).astype(np.float32)
-    plain = trained(lambda optimizer: optimizer, [(tf.constant(x[k : k + 8]),) for k in range(0, 32, 8)])
-    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+    x = np.random.default_rng(0).standard_normal((96, 2)).astype(np.float32)
+    plain = trained(lambda optimizer: optimizer, [(tf.constant(x[k : k + 8]),) for k in range(0, 96, 8)])
+    with local_job(workers=1, policy=policy) as jobs, current_in_thread(jobs[0]):
         shared = trained(DistributedOptimizer, dataset((x,), batch_size=8, shuffle=False))
-        assert jobs[0].samples_taken == 32
+        assert jobs[0].samples_taken == 96
     for one, other in zip(plain, shared, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
