@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from syncline.core.layout import Segment, Slice
-from syncline.torch.comparing import Comparison, FiniteCheck, place_of
+from syncline.torch.comparing import Comparison, MirrorCheck, place_of
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import to_bytes
 from syncline.worker.exchange.finite import LOOK_BYTES, SMALL_BYTES, copy_digested, copy_finite, is_same
@@ -133,7 +133,7 @@ class MirrorCarrier:
         self._exchange, self._segment, self._side = exchange, segment, side
         self._mirror = torch.zeros(segment.num_bytes, dtype=torch.uint8, device=device)
         self._views = [place_of(self._mirror, segment, index) for index in range(len(segment.parameters))]
-        self._comparison, self._check = Comparison(segment, self._mirror), FiniteCheck(segment, self._mirror)
+        self._comparison, self._check = Comparison(segment, self._mirror), MirrorCheck(segment, self._mirror)
         self._streams: set[Hashable] = set()  # that have filled the mirror since the side followed them
         self._bucket: list[Slice] = []
         self._under_way: collections.deque[tuple[StreamMark, list[Slice]]] = collections.deque()  # to a socket

@@ -11,7 +11,7 @@ import torch
 from syncline.core.layout import Segment, Slice
 from syncline.net.device_channel import DeviceChannel, Handed
 from syncline.torch.carriers import BUCKET_BYTES
-from syncline.torch.comparing import Comparison, FiniteCheck, place_of
+from syncline.torch.comparing import Comparison, MirrorCheck, place_of
 from syncline.worker.exchange.servers import ServersExchange
 
 
@@ -28,7 +28,7 @@ class ChannelCarrier:
         self._bucket: list[Slice] = []  # copied, and not told
         self._streams: list[Any] = []  # that write the mirror for the next commit; it is free to be written by them
         self._clock = exchange.clock  # of the commit before that
-        self._check = FiniteCheck(segment, self._mirror)
+        self._check = MirrorCheck(segment, self._mirror)
         device_channel.open_for(segment.index)
 
     @property

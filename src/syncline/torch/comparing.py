@@ -90,7 +90,7 @@ class Comparison:
         return self._views[run]
 
 
-class FiniteCheck:
+class MirrorCheck:
     """Whether all numbers of a mirror are finite: its largest one tells."""
 
     def __init__(self, segment: Segment, mirror: torch.Tensor) -> None:
