@@ -48,7 +48,7 @@ test: setup data lint docs ## lint, the site and all tests
 
 proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
 	@well=true; \
-	$(PROOF) -m "proof and not alone and not soak" -n 2 --dist worksteal $(ARGS) || [ $$? -eq 5 ] || well=false; \
+	$(PROOF) -m "proof and not alone and not soak" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ] || well=false; \
 	$(PROOF) -m "proof and alone" $(ARGS) || [ $$? -eq 5 ] || well=false; $$well
 
 soak: setup data ## an hour and more

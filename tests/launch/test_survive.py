@@ -178,10 +178,10 @@ def test_chaos_prints_its_figures(commands: Any) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
 @pytest.mark.parametrize("by", ["KILL", "STOP"])
-def test_a_minute_of_chaos(commands: Any, policy: str, by: str) -> None:
+def test_half_a_minute_of_chaos(commands: Any, policy: str, by: str) -> None:
     result = commands.run(
-        "chaos", "--every", "3s", "--for", "50s", "--signal", by, "--stop-for", "6s", "--",
-        "-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, LEDGER, "--seconds", "60",
+        "chaos", "--every", "3s", "--for", "25s", "--signal", by, "--stop-for", "6s", "--",
+        "-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, LEDGER, "--seconds", "30",
     )  # fmt: skip
     print(result.output[result.output.rindex("chaos: ") :])
     assert result.code == 0 and EXACT.search(result.output), result.output

@@ -18,10 +18,7 @@ from tests.scripts.runner import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["stream", "lstm", *(pytest.param(name, marks=pytest.mark.proof) for name in ("resnet", "gan", "nanogpt"))],
-)
+@pytest.mark.parametrize("name", ["stream", "lstm"])
 def test_alone_a_script_has_the_numbers_of_plain_torch_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     script = SCRIPTS[name]
     ended = play(script, "alone", tmp_path / "alone")
@@ -39,10 +36,8 @@ def test_in_rounds_two_workers_have_the_numbers_of_one_process(name: str, way: s
 @pytest.mark.parametrize(
     ("name", "way", "kill", "thinks"),
     [
-        pytest.param("resnet", "async", Kill("worker-0", 11), 0.0, marks=pytest.mark.proof),
         ("reinforce", "sync", Kill("worker-1", 7), 0.0),
         ("lstm", "bounded:2", Kill("worker-1", 23), 0.05),  # it comes back while the others are at work
-        pytest.param("gan", "ring", Kill("worker-0", 31), 0.0, marks=pytest.mark.proof),
         ("stream", "sync", Kill("worker-1", 5, at_any_moment=True), 0.0),
     ],
     ids=str,
