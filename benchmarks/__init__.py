@@ -15,7 +15,7 @@ rows         the rows there are, of these kinds:
   leases       samples handed out
   reading      files to batches
   footprint    memory
-  starting     until the first step, which the script first_step makes
+  starting     until the first step, which the script first_step makes, beside torch alone and beside plain python
 efficiency   of a series of rows, by the number of workers
 words        prints figures
 memory       how much memory a process has

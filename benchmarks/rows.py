@@ -14,7 +14,7 @@ from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
-from benchmarks.starting import start
+from benchmarks.starting import start, start_beside_plain
 from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
 from benchmarks.words import KIB, MIB
 from syncline.errors import ConfigError
@@ -154,7 +154,10 @@ def _memory_rows() -> list[Row]:
 
 
 def _start_rows() -> list[Row]:
-    return [start("start", reach=Reach("at most", 2, plus_seconds=1.5))]
+    return [
+        start("start", reach=Reach("at most", 2, plus_seconds=1.5)),
+        start_beside_plain("start-lenet", reach=_at_most(1.8)),
+    ]
 
 
 def _gpu_rows() -> list[Row]:

@@ -1,22 +1,25 @@
-"""The row about starting: from the command to the end of the first step."""
+"""The rows about starting: from the command to the end of the first step."""
 
 from __future__ import annotations
 
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks import first_step
 from benchmarks.match import take_pairs
-from benchmarks.row import Effort, Reach, Row, Samples
+from benchmarks.row import Effort, NotMeasured, Reach, Row, Samples
 from syncline.errors import JobFailed, WaitTimeout
 
 START_SECONDS = 120.0
 IMPORT_TORCH = ("-c", "import torch")
+RUN = ("-m", "syncline", "run", "--name", "start", "-s", "1")
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
 def _run(words: Sequence[str], folder: str) -> str:
@@ -40,13 +43,13 @@ def _run(words: Sequence[str], folder: str) -> str:
     return output
 
 
-def seconds_to_first_step(script: str, folder: str) -> float:
+def seconds_to_first_step(command: Sequence[str], folder: str) -> float:
     """The script says when it was there, by the clock that all processes of this machine read."""
     began = time.monotonic()
-    output = _run(["-m", "syncline", "run", "-w", "1", "-s", "1", "--name", "start", script], folder)
+    output = _run(command, folder)
     said = re.search(rf"^{re.escape(first_step.DONE)}([0-9.]+)$", output, re.MULTILINE)
     if said is None:
-        raise JobFailed(f"{script} has not said when its first step was done: {output[-2000:].strip()}")
+        raise JobFailed(f"{command[-1]} has not said when its first step was done: {output[-2000:].strip()}")
     return float(said[1]) - began
 
 
@@ -56,18 +59,16 @@ def seconds_to_run(words: Sequence[str], folder: str) -> float:
     return time.monotonic() - began
 
 
-def start(name: str, *, reach: Reach, script: str = "", reference: Sequence[str] = IMPORT_TORCH) -> Row:
+def start(name: str, *, reach: Reach, reference: Sequence[str] = IMPORT_TORCH) -> Row:
     """`syncline run` until a tiny script has made its first step, beside a process that only loads torch."""
 
     def measure(effort: Effort) -> Samples:
-        with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
-            # Not from our own folder: a script's folder is where its imports are looked for first.
-            path = shutil.copy(script or first_step.__file__, folder)
+        def take(side: str, script: str, folder: str) -> float:
+            if side == "ours":
+                return seconds_to_first_step([*RUN, "-w", "1", script], folder)
+            return seconds_to_run(reference, folder)
 
-            def take(side: str) -> float:
-                return seconds_to_first_step(path, folder) if side == "ours" else seconds_to_run(reference, folder)
-
-            return take_pairs(take, effort, time.monotonic())
+        return _in_turns(take, effort)
 
     return Row(
         name=name,
@@ -76,3 +77,33 @@ def start(name: str, *, reach: Reach, script: str = "", reference: Sequence[str]
         reach=reach,
         measure=measure,
     )
+
+
+def start_beside_plain(name: str, *, reach: Reach) -> Row:
+    """`syncline run` until LeNet has made its first step, beside the same script under plain python."""
+
+    def measure(effort: Effort) -> Samples:
+        if not (EXAMPLES / "fashion_mnist.py").is_file():
+            raise NotMeasured(f"there is no {EXAMPLES}/fashion_mnist.py")
+
+        def take(side: str, script: str, folder: str) -> float:
+            command = [*RUN, "-w", "2"] if side == "ours" else []
+            return seconds_to_first_step([*command, script, str(EXAMPLES)], folder)
+
+        return _in_turns(take, effort)
+
+    return Row(
+        name=name,
+        what="from syncline run -w 2 -s 1 to the end of the first step of LeNet, data read",
+        reference="the same script under plain python",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def _in_turns(take: Callable[[str, str, str], float], effort: Effort) -> Samples:
+    """`take`: of a side, with the path of a script and an empty folder."""
+    with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
+        # Not from our own folder: a script's folder is where its imports are looked for first.
+        script = shutil.copy(first_step.__file__, folder)
+        return take_pairs(lambda side: take(side, script, folder), effort, time.monotonic())
