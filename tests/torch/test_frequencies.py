@@ -18,6 +18,7 @@ from syncline import Rule
 from syncline.core import sync_interval
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.torch.local_steps import LocalSteps
 from syncline.worker.job import Job
 
 LR = 0.5  #: with gradients of -1, a step adds exactly this
@@ -219,6 +220,35 @@ def test_a_worker_dies_between_two_pushes_and_comes_back(
             thread.join(PATIENCE)
         for values, _, _ in found.values():
             assert values["one"].tolist() == values["two"].tolist() == [LR] * num_samples
+
+
+@pytest.mark.parametrize("policy", ["async", "bounded:9"])  # the other one pushes nothing until it has died
+def test_a_worker_dies_when_it_pushes_the_last_local_steps_of_an_epoch(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch is not over before that push counts: the other worker reads the samples of these steps again."""
+    with local_job(workers=2, policy=policy, sync_every=4, least_workers=1) as jobs:
+        flush, found = LocalSteps.flush, list[Any]()
+
+        def flushes(local: LocalSteps) -> None:
+            if threading.current_thread() is threading.main_thread() and jobs[1].own_step == 5:
+                jobs.kill("worker-1")
+                raise KeyboardInterrupt
+            flush(local)
+
+        monkeypatch.setattr(LocalSteps, "flush", flushes)
+        chief, (model, optimizer) = both(jobs, lambda job: wrapped(job, 10))
+        other = threading.Thread(target=lambda: found.append(read(jobs[0], 10, 1, chief)), name="Thread-other")
+        with pytest.raises(KeyboardInterrupt):
+            for batch in numbers(jobs[1], 10):  # of two samples each
+                if jobs[1].own_step == 4:  # all of it is leased, and the other one waits for what is left
+                    other.start()
+                    eventually(lambda: [epoch.num_done for epoch in jobs[1].stats().epochs] == [8])
+                model.mark(batch)
+                optimizer.step()
+        other.join(PATIENCE)
+        values, _, _ = found[0]
+        assert values["one"].tolist() == values["two"].tolist() == [LR] * 10
 
 
 @pytest.mark.parametrize("policy", ["sync", *POLICIES])

@@ -169,6 +169,8 @@ class Pauses(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def in_rounds(self) -> bool: ...
 
     def pause(self) -> None:
         """Before waiting for other workers: no round of this loop waits for this one."""
@@ -298,11 +300,13 @@ class LeaseAcks:
         """Whether anything waits for a commit."""
         return bool(self._read or self._stepped)
 
-    def held(self, leases: set[int]) -> list[LeaseAck]:
-        """Ranges of these leases that wait for a commit, or will be skipped at the end of the loop."""
+    def held(self, leases: set[int], *, with_stepped: bool = True) -> list[LeaseAck]:
+        """Ranges of these leases that wait for a commit, or will be skipped at the end of the loop. `with_stepped`:
+        also those in local steps.
+        """
         with self._lock:
             places: dict[int, list[Places]] = {}
-            for lease, begin, end in [*self._read, *self._stepped, *self._void]:
+            for lease, begin, end in [*self._read, *(self._stepped if with_stepped else ()), *self._void]:
                 if lease in leases:
                     places[lease] = merged([*places.get(lease, ()), (begin, end)])
         return [(lease, begin, end) for lease, each in places.items() for begin, end in each]
@@ -397,8 +401,11 @@ class EpochLeases:
         samples, seconds = self._times.measured
         before, self._told = self._told, (samples, seconds)
         portion = self._portion
+        # Without rounds this worker pushes its local steps before it waits, and the epoch lasts until they count: if
+        # it died after the end, their samples would be lost. In rounds all workers push together, at the end.
+        held = self._acks.held(portion.numbers, with_stepped=self._worker.in_rounds)
         return AskLease(
-            self.loader, self.epoch, self._acks.held(portion.numbers), portion.num_left,
+            self.loader, self.epoch, held, portion.num_left,
             samples - before[0], seconds - before[1], waits, portion.newest, portion.given,
         )  # fmt: skip
 
