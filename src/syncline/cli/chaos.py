@@ -48,8 +48,9 @@ def chaos(
     """Runs a script as `syncline run` does, while it kills members, and prints what that cost.
 
     Only processes that it has started itself are killed, by their ids. With two replicas a server is killed only
-    while every slice has its backup: the loss of both servers of a slice is not survived. In a ring workers are
-    killed, with the servers in their processes. The script ends by itself, and its exit code is passed on.
+    while every slice has its backup, and never a worker and a server in one step: a job does not survive that. In a
+    ring workers are killed, with the servers in their processes. The script ends by itself, and its exit code is
+    passed on.
 
     Example:  syncline chaos --every 5s --for 1m -- -w 4 -s 2 --replicas 2 --policy async train.py
     """

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -150,17 +150,12 @@ class Killing:
             return False
         names = ["coordinator", *(member.name for member in status.members)]
         running = {n for n in names if (p := self._processes.get(n)) is not None and p.poll() is None}
-        alive = sorted(running - self._stopped)
-        roles = [role for role in rate.roles if any(name.partition("-")[0] == role for name in alive)]
-        hosting = "worker" if status.exchange == "ring" else "server"  # the processes with the slices
-        # the job may not have noticed yet
-        is_one_down = any(name.startswith(hosting) for name in {*names} - {*alive})
-        if hosting in roles and (is_one_down or not _has_backups(status)):
-            roles.remove(hosting)  # losing all servers of a slice is beyond what is guaranteed
-        if not roles:
+        killed = {(kill.name, kill.incarnation) for kill in self.kills} if rate.signal == "KILL" else set()
+        found = candidates(status, running - self._stopped, rate.roles, killed)
+        if not found:
             return False
-        role = self._chance.choice(roles)
-        name = self._chance.choice([name for name in alive if name.partition("-")[0] == role])
+        role = self._chance.choice(list(found))
+        name = self._chance.choice(found[role])
         incarnation = next((m.incarnation for m in status.members if m.name == name), 0)
         self.kills.append(Kill(now, role, name, incarnation, status.term))
         process = self._processes[name]
@@ -180,6 +175,27 @@ def _send(process: MemberProcess, number: int) -> None:
     """Sends a signal by process id, only while the process lives, so that the id cannot be reused."""
     if process.poll() is None:
         os.kill(process.pid, number)
+
+
+def candidates(
+    status: JobStatus, alive: Collection[str], roles: Sequence[str], killed: Collection[tuple[str, int]]
+) -> dict[str, list[str]]:
+    """The members that may be killed now, by role. `alive`: processes that run. `killed`: names and incarnations.
+
+    Spares what goes beyond the job's guarantees: all servers of a slice, and a worker and a server in one step. A
+    killed incarnation that the job still lists may not have been noticed yet.
+    """
+    names = ["coordinator", *(member.name for member in status.members)]
+    there = sorted({*names} & {*alive})
+    found = {role: [name for name in there if name.partition("-")[0] == role] for role in roles}
+    hosting = "worker" if status.exchange == "ring" else "server"  # the processes with the slices
+    unsettled = {m.name.partition("-")[0] for m in status.members if (m.name, m.incarnation) in killed}
+    is_one_down = any(name.startswith(hosting) for name in {*names} - {*alive})
+    if is_one_down or unsettled or not _has_backups(status):
+        found.pop(hosting, None)
+    if hosting in unsettled:
+        found.pop("worker", None)
+    return {role: each for role, each in found.items() if each}
 
 
 def _has_backups(status: JobStatus | None) -> bool:
