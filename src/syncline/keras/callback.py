@@ -14,6 +14,7 @@ from syncline.errors import ConfigError
 from syncline.keras import passes
 from syncline.keras.data import Dataset, NumBatches
 from syncline.keras.optimizer import NO_LOSS_SCALE, NOT_BUILT, DistributedOptimizer
+from syncline.keras.steps import KerasSteps
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 
@@ -31,6 +32,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self._job: Job = current_job()
         self._dataset: Dataset | None = None
+        self._steps: KerasSteps | None = None  # of this `fit`, until it has ended
         self._num_epochs = 0
         self._taken = 0  # samples at the start of the epoch
         self._is_training = False  # in the batches of an epoch: the next metrics that Keras asks for are the epoch's
@@ -59,6 +61,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         passes.leave(self._job)  # of a fit that failed
         if steps.add_buffers(_buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
             model.make_train_function(force=True)  # a graph of an earlier fit does not push them
+        self._steps = steps
         steps.callback, self.has_ended, self._unread = self, False, {}
         if self._dataset is not None:
             self._dataset.is_stopped = False
@@ -177,14 +180,20 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, logs: Any = None) -> None:
         if self.model.stop_training and not self.has_ended and self._epoch + 1 < self._num_epochs:
             self._agree(stops=True)
+        self.leave()
+        if self._unread:
+            _forget_last(self.model.history, self._unread)
+
+    def leave(self) -> None:
+        """`fit` has ended. Of one that raised, Keras tells nothing: the next `fit` calls this before it begins."""
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
         _Merging.remove(self.model)
-        steps = self.model.optimizer.steps
         steps.callback = None
         if steps.waits:  # a later fit without the callback is told: the check is in the tracing
             self.model.train_function = None
         self.model._initial_epoch = None
-        if self._unread:
-            _forget_last(self.model.history, self._unread)
         passes.leave(self._job)
 
     # -- metrics ------------------------------------------------------------------------------------------
@@ -251,12 +260,17 @@ class _Merging:
             finally:
                 _Merging.install(model, callback)
 
+        def fit_again(*args: Any, **kwargs: Any) -> Any:
+            callback.leave()
+            return type(model).fit(model, *args, **kwargs)
+
         object.__setattr__(model, "_get_metrics_result_or_logs", get_metrics_result_or_logs)
         object.__setattr__(model, "evaluate", evaluate_alone)
+        object.__setattr__(model, "fit", fit_again)
 
     @staticmethod
     def remove(model: Any) -> None:
-        for name in ("_get_metrics_result_or_logs", "evaluate"):
+        for name in ("_get_metrics_result_or_logs", "evaluate", "fit"):
             model.__dict__.pop(name, None)
 
 
