@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncline.core.layout import OWN_PREFIX, Ranges
+from syncline.core.layout import OWN_PREFIX
 from syncline.core.rule import Rule
 from syncline.worker.exchange.commit import Push
 from syncline.worker.exchange.targets import FlatTarget
@@ -77,7 +77,8 @@ class ReplicatedSteps:
         self._claimed = self._newest
         self._round = -1 if job.is_late else self._claimed  # others may have gone on while it registered
         self._has_begun = job.is_chief and not job.is_late and not self._claimed  # its values are the registered ones
-        self._has_kept = False  # the provider's own replica before its last step is in the memory
+        # The provider's own replica before its last step: in the memory, or on the servers only.
+        self._has_kept = self._has_pushed = False
         alive = weakref.ref(self)
         job.before_rest(lambda: own._provide() if (own := alive()) is not None else None)
         job.before_settle(lambda: own._doubt() if (own := alive()) is not None else None)
@@ -114,7 +115,7 @@ class ReplicatedSteps:
     def _pull(self) -> None:
         slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
         self._job.exchange.pull(slices, self._all, None)
-        self._has_kept = False
+        self._has_kept = self._has_pushed = False
 
     @property
     def _slot(self) -> int:
@@ -135,27 +136,31 @@ class ReplicatedSteps:
         one = np.zeros(NUM_SLOTS, np.float32)
         one[self._slot] = 1
         told: dict[str, HostArray] = {"present": one, "certain": one if is_certain else np.zeros_like(one)}
-        pushed = self._gradients.ids
+        finite = pushed = self._gradients.ids
         if is_certain:
             told["round"] = np.array([self._round + 1])
-        if is_certain and self._provider == self._slot:
-            pushed += self._fill_replica(state())
+        has_pushed = is_certain and self._provider == self._slot
+        if has_pushed:
+            is_finite = self._fill_replica(state()) and is_finite
+            finite = pushed = pushed + self._replica.ids
             told["replica"] = np.array([self._round])
         self._numbers.fill(told)
         push = Push(
             pushed=tuple(sorted(pushed + self._numbers.ids_of(told))),
             weight=weight,
-            finite=self._gradients.ids if is_finite else (),
+            finite=tuple(sorted(finite)) if is_finite else (),
         )
         self._job.exchange.commit(push, self._small if is_certain else self._all).wait()
         self._job.stepped()
         is_behind = self._take_round()
         self._has_begun = True
-        self._has_kept = False
+        self._has_kept = self._has_pushed = False
         if self._is_certain and self._provider == self._slot and not is_behind:
-            for name, array in state().items():
-                self._replica.values[name][...] = array
-            self._has_kept = True
+            self._has_pushed = has_pushed
+            if not has_pushed:
+                for name, array in state().items():
+                    self._replica.values[name][...] = array
+                self._has_kept = True
         self._job.leave_if_asked()
         return ReplicatedStep(self._gradients.values, self._replica.values if is_behind else None)
 
@@ -180,23 +185,28 @@ class ReplicatedSteps:
         self._round, self._claimed, self._is_certain = newest, newest, True
         return True
 
-    def _fill_replica(self, state: Arrays) -> Ranges:
+    def _fill_replica(self, state: Arrays) -> bool:
+        """Returns whether all of it was found finite."""
         self._replica.check(state, "the value")
-        self._replica.fill(state)
-        return self._replica.ids_of(state)
+        return self._replica.fill(state)
 
     def _provide(self) -> None:
         """Before a rest: others may go on without this worker, or all may end here."""
-        if not (self._is_certain and self._provider == self._slot and self._has_kept):
+        if not (self._is_certain and self._provider == self._slot and (self._has_kept or self._has_pushed)):
             return
+        if not self._has_kept:
+            self._pull()
+            if self._newest != self._round or int(self._numbers.values["replica"][0]) != self._round - 1:
+                return  # the others have gone on
+            self._has_kept = True
         after = self._apply(self._replica.values, self._gradients.values)
         if after is None:  # the servers have the replica before the last step, and its mean
             return
-        self._has_kept = False
-        pushed = self._fill_replica(after)
+        self._has_kept = self._has_pushed = False
+        self._fill_replica(after)
         told = {"replica": np.array([self._round])}
         self._numbers.fill(told)
-        push = Push(pushed=tuple(sorted(pushed + self._numbers.ids_of(told))))
+        push = Push(pushed=tuple(sorted(self._replica.ids + self._numbers.ids_of(told))))
         self._job.exchange.commit(push, None).wait()
 
     def _doubt(self) -> None:
