@@ -35,9 +35,10 @@ def dataset(
     """Data for `model.fit`, split over the workers of the job.
 
     `source`: arrays as `(x, y)` or `(x, y, sample_weight)`, a source of `syncline.data`, or a `tf.data.Dataset` of
-    single samples. Every sample counts once in every epoch, also if a worker dies, joins or is slow. `batch_size` is
-    each worker's. With `shuffle` the order depends on seed and epoch alone. The seed is `seed`, else that of
-    `keras.utils.set_random_seed`, else 0, as the chief has it. The n-th epoch of `fit` is epoch n of the job.
+    single samples. For a model with several inputs, `x` is a tuple or dict of arrays. Every sample counts once in
+    every epoch, also if a worker dies, joins or is slow. `batch_size` is each worker's. With `shuffle` the order
+    depends on seed and epoch alone. The seed is `seed`, else that of `keras.utils.set_random_seed`, else 0, as the
+    chief has it. The n-th epoch of `fit` is epoch n of the job.
 
     `training=False`: for `validation_data`, `evaluate` and `predict`. Every worker reads all of it.
     """
@@ -45,7 +46,19 @@ def dataset(
         raise ConfigError("dataset(): training and shuffle must be True or False")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"dataset(): batch_size = {batch_size!r}: must be an int of at least 1, of each worker")
-    return Dataset(_source_of(source, shuffle), batch_size, shuffle, seed, drop_last, training, name)
+    structure = None
+    if isinstance(source, tuple | list) and any(map(_has_parts, source)):
+        structure = keras.tree.map_structure(lambda _: 0, tuple(source))
+        source = tuple(keras.tree.flatten(tuple(source)))
+    return Dataset(_source_of(source, shuffle), batch_size, shuffle, seed, drop_last, training, name, structure)
+
+
+def _has_parts(arrays: Any) -> bool:
+    """Whether these are several inputs, as Keras takes them: a dict, or a tuple or list of arrays."""
+    if isinstance(arrays, Mapping):
+        return True
+    is_several = isinstance(arrays, tuple | list) and len(arrays) > 0
+    return is_several and all(len(getattr(array, "shape", ())) > 0 for array in arrays)
 
 
 def _source_of(source: Any, shuffle: bool) -> Source:
@@ -97,8 +110,10 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self, source: Source, batch_size: int, shuffle: bool, seed: int | None, drop_last: bool, training: bool,
-        name: str,
+        name: str, structure: Any = None,
     ) -> None:  # fmt: skip
+        """`structure`: of a batch, if it is not a plain tuple of arrays."""
+        self._structure = structure
         self._source, self._batch_size, self._shuffle, self._given_seed = source, batch_size, shuffle, seed
         self._drop_last, self._training = drop_last, training
         self._job = current_job()
@@ -247,7 +262,8 @@ class Dataset(DataAdapter):  # type: ignore[misc, unused-ignore]
             )
         kind = keras.config.floatx()
         arrays = tuple(array.astype(kind, copy=False) if array.dtype.kind == "f" else array for array in batch)
-        return backends.current().batch(arrays)
+        whole = arrays if self._structure is None else keras.tree.pack_sequence_as(self._structure, list(arrays))
+        return backends.current().batch(whole)
 
     def _read_nothing(self, end: Exception) -> Iterator[Any]:
         self.be_quiet()

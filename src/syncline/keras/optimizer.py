@@ -140,6 +140,7 @@ def _undo_unless(counts: Any, variables: Sequence[Any], before: Sequence[Any]) -
 
 
 def _check(optimizer: Any, buffers: str) -> None:
+    backends.current()  # or a ConfigError: there are backends that cannot train
     if isinstance(optimizer, DistributedOptimizer):
         raise ConfigError("DistributedOptimizer: the optimizer is one already; wrap it once")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

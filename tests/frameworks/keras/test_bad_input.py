@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,21 @@ def test_no_job() -> None:
     assert done.stdout.count("there is no job yet; call syncline.init() first") == 3, done.stdout + done.stderr
 
 
+def test_a_backend_that_cannot_train() -> None:
+    """Keras itself would say at `fit` only that it is not implemented."""
+    text = """
+        import keras, syncline.keras
+        with syncline.init():
+            try:
+                syncline.keras.DistributedOptimizer(keras.optimizers.SGD())
+            except syncline.ConfigError as error:
+                print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "KERAS_BACKEND": "numpy"})
+    assert "Keras' backend 'numpy' cannot train in a job; set KERAS_BACKEND to torch" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -78,6 +94,9 @@ def test_no_job() -> None:
         ),
         (lambda: syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1), buffers="all"), "chief, mean"),
         (lambda: syncline.keras.dataset((X, Y), 0), "batch_size = 0: must be an int of at least 1"),
+        # The coordinator could not read it, and sent the worker away.
+        (lambda: iter(syncline.keras.dataset((X, Y), 16, shuffle=True, seed="a")), "seed = 'a': must be an int"),  # type: ignore[arg-type]
+        (lambda: iter(syncline.keras.dataset((X, Y), 16, shuffle=True, seed=2**64)), "must be an int of 64 bits"),
         (lambda: syncline.keras.dataset({"x": X}), "does not say what the labels are"),
         (lambda: syncline.keras.dataset(7), "int cannot be split over workers"),
     ],

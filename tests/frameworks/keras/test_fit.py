@@ -319,16 +319,19 @@ RESUMED = """
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     model = model_of(syncline.keras.DistributedOptimizer(keras.optimizers.SGD(schedule)))
     data = syncline.keras.dataset((x, y), 16)
-    history = model.fit(data, epochs=5, verbose=0, callbacks=[syncline.keras.Callback()])
-    tell(epochs=history.epoch, iterations=int(model.optimizer.iterations), step=job.step)
+    seen = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(job.progress))
+    history = model.fit(data, epochs=5, verbose=0, callbacks=[syncline.keras.Callback(), note])
+    tell(epochs=history.epoch, iterations=int(model.optimizer.iterations), step=job.step, progress=seen)
     job.close()
 """
 
 
 def test_a_job_resumes_in_the_epoch_that_it_was_in(commands: Commands) -> None:
-    """Finished epochs are skipped, and the schedule goes on where it was."""
+    """Finished epochs are skipped, and the schedule goes on where it was; so does the job's progress."""
     first, _ = run(commands, RESUMED, "-s", "1", "--checkpoint", "saves", "--max-steps", "12")
     assert first["worker-0"]["step"] == 12 and first["worker-0"]["epochs"] == [0, 1]
     again, _ = run(commands, RESUMED, "-s", "1", "--checkpoint", "saves")
     for found in again.values():
         assert found["epochs"] == [1, 2, 3, 4] and found["step"] == found["iterations"] == 40
+        assert found["progress"] == pytest.approx([0.4, 0.6, 0.8, 1.0], abs=0.03)

@@ -36,6 +36,28 @@ def fit(model: Any, *callbacks: Any, epochs: int = 1, **options: Any) -> Any:
     return model.fit(data, epochs=epochs, verbose=0, callbacks=[syncline.keras.Callback(), *callbacks], **options)
 
 
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_a_model_with_several_inputs(job: Job, kind: Any) -> None:
+    """As `fit` of plain Keras takes them. It was one array of both."""
+
+    def model_of_two() -> Any:
+        keras.utils.set_random_seed(1)
+        inputs = {"left": keras.Input((1,), name="left"), "right": keras.Input((3,), name="right")}
+        found = keras.layers.Dense(2)(keras.layers.Concatenate()([*inputs.values()]))
+        return keras.Model(inputs if kind is dict else [*inputs.values()], found)
+
+    parts = {"left": X[:, :1], "right": X[:, 1:]}
+    x, loss = parts if kind is dict else kind(parts.values()), keras.losses.SparseCategoricalCrossentropy(True)
+    plain, shared = model_of_two(), model_of_two()
+    plain.compile(keras.optimizers.SGD(0.1), loss)
+    plain.fit(x, Y, batch_size=24, shuffle=False, verbose=0)
+    shared.compile(syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
+    checked = syncline.keras.dataset((x, Y), 24, training=False)
+    callbacks = [syncline.keras.Callback()]
+    shared.fit(syncline.keras.dataset((x, Y), 24), verbose=0, validation_data=checked, callbacks=callbacks)
+    np.testing.assert_allclose(shared.get_weights()[0], plain.get_weights()[0], atol=1e-6)
+
+
 def test_weights_that_the_script_has_set_are_not_lost(job: Job) -> None:
     """The job would go on from its own, after one gradient that was computed from those of the script."""
     model = model_of()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import threading
 import time
 import weakref
@@ -152,6 +153,7 @@ class WorkerSamples:
 
     def open(self, loader: str, epoch: int, data: Loader, seed: int | None = None) -> EpochLeases:
         """This worker begins its loop over an epoch."""
+        seed = None if seed is None else _checked(seed)
         self.let_go()
         if self.rests_first:
             self.rests_first = False
@@ -251,3 +253,14 @@ class WorkerSamples:
         self.taken += num_samples
         epoch, step, steps = self.progress
         self.progress = (epoch, step + 1, steps)
+
+
+def _checked(seed: object) -> int:
+    """A seed as the coordinator takes it; it would send a worker away that says anything else."""
+    try:
+        found = operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if isinstance(seed, bool) or not -(2**63) <= found < 2**64 or found != seed:
+        raise ConfigError(f"seed = {seed!r}: must be an int of 64 bits")
+    return found
