@@ -148,7 +148,10 @@ COUNTED = """
 
     if job.life.number == 2:
         pathlib.Path("back").touch()
-    losses, data = [], dataset((x, y, np.arange(num_samples)), 16)
+    arrays = (x, y, np.arange(num_samples))
+    if TF_DATA:  # each worker reads the whole stream, and takes the samples that it has leased
+        arrays = tf.data.Dataset.from_tensor_slices(arrays).shuffle(64, seed=1, reshuffle_each_iteration=False)
+    losses, data = [], dataset(arrays, 16)
     for epoch in range(4):
         if epoch == 2:
             wait_for("back")
@@ -168,13 +171,19 @@ COUNTED = """
 
 
 @pytest.mark.parametrize(
-    "way",
-    [("-s", "1"), ("-s", "1", "--policy", "bounded:1"), ("-s", "1", "--policy", "async"), ("--exchange", "ring")],
-    ids=["sync", "bounded", "async", "ring"],
+    ("way", "tf_data"),
+    [
+        (("-s", "1"), True),
+        (("-s", "1", "--policy", "bounded:1"), False),
+        (("-s", "1", "--policy", "async"), True),
+        (("--exchange", "ring"), False),
+    ],
+    ids=["sync, tf.data", "bounded", "async, tf.data", "ring"],
 )
-def test_a_killed_worker_comes_back(commands: Commands, way: tuple[str, ...]) -> None:
+def test_a_killed_worker_comes_back(commands: Commands, way: tuple[str, ...], tf_data: bool) -> None:
     """All samples of all epochs count once, also those of the batch that the killed worker had read."""
-    result = commands.run("run", "-w", "2", *way, commands.script(COUNTED))
+    text = COUNTED.replace("TF_DATA", str(tf_data))
+    result = commands.run("run", "-w", "2", *way, commands.script(text))
     assert result.code == 0 and "worker-1 was killed by SIGKILL" in result.output, result.output
     found = told(result.output)
     assert {name: (each["life"], each["counts"]) for name, each in found.items()} == {
