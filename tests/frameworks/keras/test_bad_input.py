@@ -61,7 +61,7 @@ def test_no_job() -> None:
     assert done.stdout.count("there is no job yet; call syncline.init() first") == 3, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="Keras' numpy needs it, and TensorFlow does not")
+@pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="Keras on numpy needs it")
 def test_a_backend_that_cannot_train() -> None:
     """Keras itself would say at `fit` only that it is not implemented."""
     text = """
