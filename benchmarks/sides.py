@@ -18,8 +18,8 @@ from benchmarks.task import Task, to_arguments
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
 from syncline.errors import JobFailed, SynclineError
-from syncline.launch.forkserver import ForkServer
-from syncline.launch.processes import MemberPlan, MemberProcess, start_member
+from syncline.launch.engine import Engine
+from syncline.launch.processes import MemberPlan, MemberProcess
 from syncline.launch.running import Script, run_job
 
 #: Every wait inside a job of the bench; a row that hangs ends by this.
@@ -103,8 +103,8 @@ class JobSide:
         self._thread = threading.Thread(target=run, name="bench job", daemon=True)
         self._thread.start()
 
-    def _start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
-        process = start_member(plan, remote, fork_server)
+    def _start_member(self, engine: Engine, plan: MemberPlan) -> MemberProcess:
+        process = engine.start(plan)
         self.pids[plan.name] = process.pid
         return process
 

@@ -70,8 +70,24 @@ class Process:
     def close_lifeline(self) -> None:
         pass
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+
+class Engine:
+    """Starts members by `start`, on this host."""
+
+    def __init__(self, start: Callable[[MemberPlan], Process]) -> None:
+        self.start = start
+
+    def watch(self, process: Process) -> int | None:
+        return process.poll()
+
+    def stop(self, process: Process, number: int) -> None:
+        process.signal(number)
+
+    def scale(self, role: str, where: Mapping[str, str]) -> str:
+        return "local"
+
+    def describe(self) -> str:
+        return ""
 
 
 class Coordinator:
@@ -157,7 +173,7 @@ class Play:
             folder=folder,
             grow=self.grow,
             max_restarts=max_restarts,
-            start=self.start,  # type: ignore[arg-type]
+            engine=Engine(self.start),  # type: ignore[arg-type]
         )
         self.code: int | None = None
         self.thread = threading.Thread(target=self._run, name="play", daemon=True)
@@ -174,7 +190,7 @@ class Play:
     def grow(self, name: str, where: Mapping[str, str]) -> MemberPlan:
         return self.plan(name, "local")
 
-    def start(self, plan: MemberPlan, remote: str, fork_server: object) -> Process:
+    def start(self, plan: MemberPlan) -> Process:
         process = Process(plan)
         self.lives.setdefault(plan.name, []).append(process)
         number = len(self.lives[plan.name])

@@ -10,12 +10,12 @@ import pytest
 from syncline import config as configuration
 from syncline.launch import jobfile
 from syncline.launch.member import keep_to_own_cores
-from syncline.launch.running import Plans, Script
+from syncline.launch.running import Plans, Script, engine_of
 
 
 def plans(**settings: Any) -> Plans:
     config = configuration.resolve({"cores": "auto", **settings})
-    return Plans(jobfile.new("127.0.0.1", 1, {}), config, Script(path="train.py"), 0)
+    return Plans(jobfile.new("127.0.0.1", 1, {}), config, Script(path="train.py"), 0, engine_of(config, None))
 
 
 @pytest.mark.parametrize(

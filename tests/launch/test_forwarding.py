@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.launch.played import Play, Process, Screen
+from tests.launch.played import Engine, Play, Process, Screen
 from tests.patience import PATIENCE
 
 from syncline.launch.forwarding import Forwarder
@@ -89,7 +89,7 @@ def test_a_launcher_ends_when_the_last_line_of_those_who_have_ended_is_shown(tmp
             super().line(member, text)
 
     screen, process = Slow(), Process(Play.plan("worker-0"), ends=False)
-    lives = Lives(screen, tmp_path, lambda plan: process, lambda: None)  # type: ignore[arg-type, return-value]
+    lives = Lives(screen, tmp_path, Engine(lambda plan: process), lambda: None)  # type: ignore[arg-type]
     lives.begin(process.plan)
     process.says(b"".join(LINES))
     process.close()

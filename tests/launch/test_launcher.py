@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.launch.played import Play, Process
+from tests.launch.played import Engine, Play, Process
 from tests.patience import PATIENCE
 
 from syncline.core.wire.control import Died, Report, Standings
@@ -272,7 +272,7 @@ def test_when_all_end_no_server_is_said_to_hand_over(play: Callable[..., Play]) 
     """A server that leaves says where its slices go; at the end of the job they go nowhere."""
     job = play()
     server = Process(job.plan("server-1"), ends=False)
-    lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
+    lives = Lives(job.screen, job.folder, Engine(lambda plan: server), lambda: None)  # type: ignore[arg-type]
     lives.begin(server.plan)
     line = b"syncline: server-1: leaves: its slices go to other servers\n"
     server.says(line)
@@ -294,7 +294,7 @@ def test_a_line_that_the_screen_cannot_show_ends_no_forwarding(play: Callable[..
         show(name, text)
 
     job.screen.line = line  # type: ignore[method-assign]
-    lives = Lives(job.screen, job.folder, lambda plan: server, lambda: None)  # type: ignore[arg-type, return-value]
+    lives = Lives(job.screen, job.folder, Engine(lambda plan: server), lambda: None)  # type: ignore[arg-type]
     lives.begin(server.plan)
     server.says("für\n".encode())
     server.says(b"after it\n")

@@ -12,7 +12,7 @@ from syncline.core.replica_sets import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_workers, quietest, settle_workers
-from syncline.launch.running import Plans, Script, settle_here, settle_name, settle_replicas
+from syncline.launch.running import Plans, Script, engine_of, settle_here, settle_name, settle_replicas
 
 
 def test_a_number_of_workers_or_the_least_and_the_most() -> None:
@@ -98,16 +98,18 @@ def test_what_a_servers_death_would_cost() -> None:
 
 def test_one_more_goes_to_the_host_with_the_fewest() -> None:
     config = configuration.resolve({"hosts": "a:3,b:2", "workers": 5, "servers": 2})
-    plans = Plans(jobfile.new("127.0.0.1", 1, {}), config, Script(path="train.py", arguments=["-x"]), 7)
+    plans = Plans(
+        jobfile.new("127.0.0.1", 1, {}), config, Script(path="train.py", arguments=["-x"]), 7, engine_of(config, None)
+    )
     first = {plan.name: plan for plan in plans.first()}
     where = {name: plan.host for name, plan in first.items() if plan.role != "coordinator"}
-    assert quietest("worker", where, config) == "b" and quietest("server", where, config) == "a"
+    assert quietest("worker", where, ["a", "b"]) == "b" and quietest("server", where, ["a", "b"]) == "a"
     more = plans.another("worker-5", where)
     assert (more.name, more.role, more.host, more.script, more.num_local_workers) == (
         "worker-5", "worker", "b", "train.py", 3,
     )  # fmt: skip
     assert plans.another("server-2", where).script == "train.py", "servers import what is beside it"
-    assert quietest("worker", {"worker-0": "elsewhere"}, configuration.resolve({})) == "local"
+    assert quietest("worker", {"worker-0": "elsewhere"}, ["a"]) == "a"
 
 
 # -- a ring -----------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_one_more_goes_to_the_host_with_the_fewest() -> None:
 def test_in_a_ring_servers_follow_the_workers_and_have_no_processes() -> None:
     given, config = settle_here({"workers": 3, "exchange": "ring"})
     assert (config.servers, config.replicas, config.ack) == (3, 3, "replicated")
-    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
+    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3, engine_of(config, None)).first()
     assert [plan.name for plan in plans] == ["coordinator", "worker-0", "worker-1", "worker-2"]
     assert [plan.num_local_workers for plan in plans] == [0, 3, 3, 3]
 
@@ -126,7 +128,7 @@ def test_in_a_ring_a_server_is_on_its_workers_host_and_shares_its_cores() -> Non
     given, config = settle_here(said)
     where = assign(config)
     assert [where[f"server-{k}"] for k in range(3)] == [where[f"worker-{k}"] for k in range(3)] == ["a", "a", "b"]
-    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3).first()
+    plans = Plans(jobfile.new("h", 1, given), config, Script(path="train.py"), 3, engine_of(config, None)).first()
     assert [plan.place for plan in plans[1:]] == [(0, 0, 2), (1, 0, 2), (0, 0, 1)]
 
 

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.memory import pss_bytes
 from syncline import config as configuration
 from syncline.core.wire.control import Standings
-from syncline.launch.forkserver import ForkServer
-from syncline.launch.processes import MemberPlan, MemberProcess, start_member
+from syncline.launch.engine import Engine
+from syncline.launch.processes import MemberPlan, MemberProcess
 from syncline.launch.running import Script, run_job
 
 MIB = 1 << 20
@@ -77,8 +77,8 @@ class _Gauge(threading.Thread):
         self.seen: list[tuple[float, int]] = []
         self.over = threading.Event()
 
-    def start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
-        process = start_member(plan, remote, fork_server)
+    def start_member(self, engine: Engine, plan: MemberPlan) -> MemberProcess:
+        process = engine.start(plan)
         self.pids[plan.name] = process.pid
         return process
 

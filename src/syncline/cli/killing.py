@@ -16,8 +16,8 @@ import msgspec
 from syncline.cli.reckoning import Kill, Look
 from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.errors import SynclineError
-from syncline.launch.forkserver import ForkServer
-from syncline.launch.processes import MemberPlan, MemberProcess, start_member
+from syncline.launch.engine import Engine
+from syncline.launch.processes import MemberPlan, MemberProcess
 from syncline.launch.watching import reach_coordinator
 from syncline.net.rpc import Endpoint
 from syncline.stats import JobStatus
@@ -63,7 +63,7 @@ class Killing:
 
     # -- the members --------------------------------------------------------------------------------------
 
-    def start_member(self, plan: MemberPlan, remote: str, fork_server: ForkServer | None) -> MemberProcess:
+    def start_member(self, engine: Engine, plan: MemberPlan) -> MemberProcess:
         """Starts a member for the launcher; workers get a witness."""
         if plan.role == "worker":
             self._num_started += 1
@@ -71,7 +71,7 @@ class Killing:
             script = ["-m", plan.script] if plan.is_module else [plan.script]
             words = [str(path.absolute()), *script, *plan.arguments]
             plan = msgspec.structs.replace(plan, script=WITNESS, is_module=True, arguments=words)
-        process = start_member(plan, remote, fork_server)
+        process = engine.start(plan)
         self._processes[plan.name] = process
         if self._plan is None:
             self._plan = plan

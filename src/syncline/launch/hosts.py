@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncline import config as configuration
@@ -63,9 +63,13 @@ def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:
     return settled
 
 
-def quietest(role: str, where: Mapping[str, str], config: JobConfig) -> str:
+def hosts_of(config: JobConfig) -> list[str]:
+    """The hosts that were named at launch; none: this one."""
+    return [host for host, _ in parse_hosts(config.hosts)] if config.hosts else []
+
+
+def quietest(role: str, where: Mapping[str, str], hosts: Sequence[str]) -> str:
     """The host for another member: the first one with the fewest of its role."""
-    hosts = [host for host, _ in parse_hosts(config.hosts)] if config.hosts else ["local"]
     counts = dict.fromkeys(hosts, 0)
     for name, host in where.items():
         if name.startswith(f"{role}-") and host in counts:

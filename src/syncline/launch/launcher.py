@@ -17,10 +17,11 @@ from syncline.core.wire.checkpoints import Saved
 from syncline.core.wire.control import Died, Standings
 from syncline.errors import SynclineError
 from syncline.launch import lifeline
+from syncline.launch.engine import Engine
 from syncline.launch.folder import JOURNAL
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.lives import Life, Lives, Screen
-from syncline.launch.processes import MemberPlan, MemberProcess, exit_code, start_member
+from syncline.launch.processes import MemberPlan, exit_code
 from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_not_again
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
@@ -50,7 +51,7 @@ Grow = Callable[[str, Mapping[str, str]], MemberPlan]
 
 
 class Launcher:
-    """Runs one job to its end. Members are started by `start`, the seam for other engines."""
+    """Runs one job to its end, on an engine that starts and ends its members."""
 
     def __init__(
         self,
@@ -60,9 +61,8 @@ class Launcher:
         *,
         folder: pathlib.Path,
         grow: Grow,
+        engine: Engine,
         max_restarts: int = 3,
-        remote: str = "",
-        start: Callable[[MemberPlan, str, ForkServer | None], MemberProcess] = start_member,
         fork_server: ForkServer | None = None,
         save: Callable[[str], Saved] | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class Launcher:
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
         self._grow, self._save, self._may_restart = grow, save, max_restarts > 0
         self._fork_server = fork_server
-        self._lives = Lives(screen, folder, lambda plan: start(plan, remote, fork_server), self._unread)
+        self._lives = Lives(screen, folder, engine, self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, MemberPlan, str]] = {}  # to be started again: when, what, why
         self._tally = Tally(time.monotonic())
@@ -409,7 +409,7 @@ class Launcher:
             elif now - life.missing_since > FENCED_SECONDS:
                 self._say(f"{name} was evicted {FENCED_SECONDS:g} s ago and has not ended; the launcher ends it now")
                 life.missing_since, life.is_ended_here = now, True
-                life.process.signal(signal.SIGKILL)
+                self._lives.kill(life)
 
     # -- the end ------------------------------------------------------------------------------------------
 

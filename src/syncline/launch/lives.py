@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from syncline.core.wire.control import Standings
+from syncline.launch.engine import Engine
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.oom import OomKills
 from syncline.launch.processes import MemberPlan, MemberProcess, describe_exit
@@ -60,16 +61,16 @@ class Life:
 
 
 class Lives:
-    """All processes started by the launcher. `start` can be replaced by other engines."""
+    """All processes that the launcher has had its engine start."""
 
     def __init__(
         self,
         screen: Screen,
         folder: pathlib.Path,
-        start: Callable[[MemberPlan], MemberProcess],
+        engine: Engine,
         unread: Callable[[], None],
     ) -> None:
-        self._screen, self._folder, self._start = screen, folder, start
+        self._screen, self._folder, self._engine = screen, folder, engine
         self._unread = unread  # called when our own output is closed
         self._current: dict[str, Life] = {}
         self._oom_kills = OomKills()
@@ -95,7 +96,7 @@ class Lives:
         """Starts a member; the reason of a restart, `why`, goes to its log."""
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
-        process = self._start(plan)
+        process = self._engine.start(plan)
         forwarder = Forwarder(plan.name, process.output, functools.partial(self._forward, plan.name))
         kills = self._oom_kills.at_start(process.pid)
         self._current[plan.name] = life = Life(plan, process, forwarder, oom_kills_at_start=kills)
@@ -103,7 +104,7 @@ class Lives:
 
     def take_ended(self) -> list[tuple[Life, int]]:
         """The lives that have ended since the last call, with their exit codes."""
-        ended = [(life, code) for life in self.values() if (code := life.process.poll()) is not None]
+        ended = [(life, code) for life in self.values() if (code := self._engine.watch(life.process)) is not None]
         for life, code in ended:
             if code == -signal.SIGKILL:
                 life.is_out_of_memory = self._oom_kills.explains(life.process.pid, life.oom_kills_at_start)
@@ -139,11 +140,14 @@ class Lives:
     # -- all of them --------------------------------------------------------------------------------------
 
     def alive(self) -> list[Life]:
-        return [life for life in self.values() if life.process.poll() is None]
+        return [life for life in self.values() if self._engine.watch(life.process) is None]
 
     def kill_all(self) -> None:
         for life in self.values():
-            life.process.signal(signal.SIGKILL)
+            self.kill(life)
+
+    def kill(self, life: Life) -> None:
+        self._engine.stop(life.process, signal.SIGKILL)
 
     def stop(self, seconds: float, *, asks: bool, hear_seconds: float = 0.0) -> None:
         """Waits for all to end, then ends them. `asks`: sends SIGTERM first, twice: the first lets a member finish
@@ -158,7 +162,8 @@ class Lives:
         self._wait(seconds)
         for life in self.alive():
             life.process.close_lifeline()
-            life.process.kill()
+            self.kill(life)
+        self._wait(LAST_SECONDS)
         deadline = time.monotonic() + LAST_SECONDS
         for life in (*self._unheard, *self.values()):
             life.process.close_lifeline()
@@ -171,7 +176,7 @@ class Lives:
 
     def _say_end(self) -> None:
         for life in self.alive():
-            life.process.signal(signal.SIGTERM)
+            self._engine.stop(life.process, signal.SIGTERM)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -29,11 +29,12 @@ from syncline.core.settings import check_settings
 from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
+from syncline.launch.engine import Attended, Engine, Prefixes, Processes
 from syncline.launch.folder import claim_name, found_by_others, hold
 from syncline.launch.forkserver import ForkServer
-from syncline.launch.hosts import assign, parse_hosts, quietest, settle_workers
+from syncline.launch.hosts import assign, hosts_of, parse_hosts, settle_workers
 from syncline.launch.launcher import Launcher, Screen
-from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess, start_member
+from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess
 from syncline.launch.saving import settle_saving
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
@@ -124,9 +125,9 @@ def run_job(
     config: JobConfig,
     script: Script,
     screen: Screen,
-    start: Callable[[MemberPlan, str, ForkServer | None], MemberProcess] = start_member,
+    start: Callable[[Engine, MemberPlan], MemberProcess] | None = None,
 ) -> int:
-    """`syncline run`: runs one job; returns the exit code. `start` starts its members."""
+    """`syncline run`: runs one job; returns the exit code. `start` starts its members in place of the engine."""
     if not config.replicas:
         given = settle_replicas(given, config, server_hosts(config))
         config = configuration.resolve(given)
@@ -135,16 +136,19 @@ def run_job(
         given, config = settle_name(given, config, script)
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
-        plans = Plans(file, config, script, sock.fileno())
         fork_server = (
             ForkServer(lambda text: screen.line("launcher", f"syncline: {text}")) if config.preload else None
         )
+        engine = engine_of(config, fork_server)
+        if start is not None:
+            engine = Attended(engine, start)
+        plans = Plans(file, config, script, sock.fileno(), engine)
         if fork_server is not None:
             stack.callback(fork_server.close)
         first = plans.first()
         if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
             fork_server.start()
-        for told in opening(config, script, folder):
+        for told in opening(config, script, folder, engine):
             screen.line("launcher", f"syncline: {told}")
         launcher = Launcher(
             first,
@@ -152,9 +156,8 @@ def run_job(
             Watching(file),
             folder=folder,
             grow=plans.another,
+            engine=engine,
             max_restarts=config.max_restarts,
-            remote=config.remote,
-            start=start,
             fork_server=fork_server,
             save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
         )
@@ -162,11 +165,16 @@ def run_job(
             return launcher.run()
 
 
-def opening(config: JobConfig, script: Script, folder: pathlib.Path) -> list[str]:
+def engine_of(config: JobConfig, fork_server: ForkServer | None) -> Engine:
+    """Where this job's members run."""
+    hosts = hosts_of(config)
+    return Prefixes(hosts, config.remote, fork_server) if hosts else Processes(fork_server)
+
+
+def opening(config: JobConfig, script: Script, folder: pathlib.Path, engine: Engine) -> list[str]:
     """The first lines of a job: what runs, what it survives, where to look."""
-    hosts = sorted(set(assign(config).values()))
     servers = "as a ring" if config.is_ring else f"and {counted(config.servers, 'server')}"
-    where = "" if not config.hosts else f" on {', '.join(hosts)}"
+    where = f" on {hosts}" if (hosts := engine.describe()) else ""
     trusted = trust_told(config, server_hosts(config))
     return [
         f"{config.name}: {counted(config.workers, 'worker')} {servers}{where}, {config.policy}; runs {script.path}",
@@ -224,8 +232,11 @@ def advertised(sock: socket.socket, config: JobConfig) -> str:
 class Plans:
     """The plan of every member, at the start and later; workers of a host share its cores."""
 
-    def __init__(self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int) -> None:
+    def __init__(
+        self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int, engine: Engine
+    ) -> None:
         self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
+        self._engine = engine
         self._folder = os.getcwd()
         self._has_torch = importlib.util.find_spec("torch") is not None
         self._scripts_load_torch = self._has_torch and mentions_torch(script)
@@ -244,7 +255,7 @@ class Plans:
 
     def another(self, name: str, where: Mapping[str, str]) -> MemberPlan:
         """Another member, on the host with the fewest of its role. `where`: the hosts of current members."""
-        host = quietest(name.rpartition("-")[0], where, self._config)
+        host = self._engine.scale(name.rpartition("-")[0], where)
         return self._plan(name, {**where, name: host}, True)
 
     def _plan(self, name: str, where: Mapping[str, str], speaks: bool) -> MemberPlan:
