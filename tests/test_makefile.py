@@ -23,12 +23,14 @@ TARGETS = [
     "proof",
     "soak",
     "test-frameworks",
+    "test-engines",
     "bench",
     "bench-check",
     "lint",
     "docs",
     "clean",
 ]
+ENGINES = "test-engines ARGS=-m smoke"
 SHARED_TOOLS = ("venv", "apt_download", "setup_frameworks", "test_frameworks", "fetch_data")
 CONSTRAINTS = ("constraints.txt", "constraints-frameworks.txt")
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
@@ -147,28 +149,28 @@ def ci(tmp_path):
 
 
 def test_ci_trains_with_each_framework_after_the_tests(ci):
-    assert ci() == (0, ["test", "test-frameworks FRAMEWORKS=jax tensorflow mixed JOBS=0 ARGS=-m smoke"], "")
+    assert ci() == (0, ["test", ENGINES, "test-frameworks FRAMEWORKS=jax tensorflow mixed JOBS=0 ARGS=-m smoke"], "")
 
 
 def test_ci_skips_an_environment_that_cannot_be_installed_and_says_so(ci):
     code, calls, said = ci(MISSING="tensorflow mixed")
-    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax JOBS=0 ARGS=-m smoke"])
+    assert (code, calls[2:]) == (0, ["test-frameworks FRAMEWORKS=jax JOBS=0 ARGS=-m smoke"])
     assert "SKIPPED the tests of tensorflow" in said and "SKIPPED the tests of mixed" in said
 
 
 def test_ci_does_not_wait_long_for_a_download(ci, tmp_path):
     executable(tmp_path / "tools" / "setup_frameworks.sh", '[ "$1" != tensorflow ] || sleep 600')
     code, calls, said = ci(FRAMEWORKS_SECONDS="0")
-    assert (code, calls[1:]) == (0, ["test-frameworks FRAMEWORKS=jax mixed JOBS=0 ARGS=-m smoke"])
+    assert (code, calls[2:]) == (0, ["test-frameworks FRAMEWORKS=jax mixed JOBS=0 ARGS=-m smoke"])
     assert said.count("SKIPPED") == 1
 
 
 def test_ci_without_any_environment_ends_well_if_the_tests_did(ci):
     code, calls, said = ci(MISSING="tensorflow jax mixed")
-    assert (code, calls, said.count("SKIPPED")) == (0, ["test"], 3)
+    assert (code, calls, said.count("SKIPPED")) == (0, ["test", ENGINES], 3)
 
 
-@pytest.mark.parametrize("red", ["test", "test-frameworks"])
+@pytest.mark.parametrize("red", ["test", "test-engines", "test-frameworks"])
 def test_ci_is_red_where_a_test_failed(ci, red):
     code, calls, _ = ci(RED=red)
     assert code != 0 and calls[-1].startswith(red)

@@ -6,6 +6,7 @@ over the defaults below.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import pathlib
@@ -261,36 +262,28 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "syncline"
 
 
-class OtherLauncher(msgspec.Struct, frozen=True):
-    """A program that has started several processes, this one among them."""
-
-    name: str  # torchrun, mpirun, srun, …
-    num_processes: int
-    found: str  # the variables that say so: WORLD_SIZE=3 RANK=1
-    num_here: int = 0  # processes on this host; 0: not known
+def token_file() -> str:
+    """The file with the secret of ranks that torchrun, mpirun or srun starts: `$SYNCLINE_TOKEN_FILE`."""
+    return os.environ.get("SYNCLINE_TOKEN_FILE", "")
 
 
-#: By variables: all that must be set (the first is the number of processes), and the number on this host. torchrun
-#: comes first: mpirun or srun may have started it. mpirun may start its own helpers by srun.
-_LAUNCHERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("torchrun", ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"), "LOCAL_WORLD_SIZE"),
-    ("a launcher like torchrun", ("WORLD_SIZE", "RANK", "LOCAL_RANK"), "LOCAL_WORLD_SIZE"),
-    ("mpirun", ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("mpirun", ("PMI_SIZE", "PMI_RANK"), "MPI_LOCALNRANKS"),
-    # A batch script of sbatch has SLURM_PROCID and SLURM_NTASKS too; only a step of srun has this number.
-    ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ""),
-)
+def given_job() -> str:
+    """The job file of the job that these ranks join, where one was started by hand: `$SYNCLINE_JOB`."""
+    return os.environ.get("SYNCLINE_JOB", "")
 
 
-def other_launcher() -> OtherLauncher | None:
-    """The program other than `syncline run` that has started this process as one of several, if one did."""
-    for name, variables, local in _LAUNCHERS:
-        values = [os.environ.get(variable, "") for variable in variables]
-        if all(values) and values[0].isdecimal() and int(values[0]) > 1:
-            found = " ".join(f"{variable}={value}" for variable, value in zip(variables[:2], values, strict=False))
-            here = os.environ.get(local, "")
-            return OtherLauncher(name, int(values[0]), found, int(here) if here.isdecimal() else 0)
-    return None
+#: Settings for ranks, as JSON; `syncline worker-env` sets it.
+SETTINGS = "SYNCLINE_SETTINGS"
+
+
+def said_to_ranks() -> dict[str, Any]:
+    """The settings that `syncline worker-env` was told: `$SYNCLINE_SETTINGS`."""
+    text = os.environ.get(SETTINGS, "")
+    try:
+        values = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{SETTINGS}: {error}; syncline worker-env sets it") from None
+    return check_known(values, SETTINGS)
 
 
 def inherited_environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -333,6 +326,13 @@ def keep_to_cores(cores: list[int]) -> bool:
         return False
     _own_cores[:] = cores
     return True
+
+
+def leave_cores() -> None:
+    """From now on this process may run on every core: another launcher has bound its parent to some."""
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 _own_cores: list[int] = []

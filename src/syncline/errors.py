@@ -2,7 +2,7 @@
 
 SynclineError
 ├── ConfigError            what was typed at launch, in syncline.toml or in init() cannot be
-│   └── WrongLauncher      torchrun, mpirun or srun started this process, which only `syncline run` can do
+│   └── WrongLauncher      torchrun, mpirun or srun started ranks that cannot find each other
 ├── LayoutError            parameters that do not fit the job's layout
 ├── RuleError              a rule that does not exist, or that cannot update this parameter
 ├── DataError              a data set that is missing or damaged
@@ -45,12 +45,13 @@ class ConfigError(SynclineError, ValueError):
 
 
 class WrongLauncher(ConfigError):
-    """torchrun, mpirun or srun started this process, which only `syncline run` can do.
+    """torchrun, mpirun or srun started ranks that cannot find each other.
 
-    Raised by `init()`: each process would train a model of its own.
+    Raised by `init()` where ranks on several hosts have no common secret or address, and where rank 0 has not
+    started the job in time.
 
-    Remedy: start the script with the `syncline run` command in the message, or call `init(embedded=True)` if you
-    want a separate training in each process.
+    Remedy: do what the message says, e.g. set SYNCLINE_TOKEN_FILE; or call `init(embedded=True)` if you want a
+    separate training in each process.
     """
 
 

@@ -1,11 +1,12 @@
-"""torchrun, mpirun and srun start several processes: `init()` must not make a separate training of each."""
+"""torchrun, mpirun and srun start several processes: a script may train alone in each, or joins the job of all.
+
+What they make of a job is tested with the real launchers, in tests/engines.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,105 +15,46 @@ from typing import Any
 import pytest
 from tests.patience import JOB_PATIENCE
 
-from syncline import config
-
 SCRIPT = """
     import numpy as np, syncline
     job = syncline.init()
     job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
     print("trained alone")
 """
-REMEDY = "start the script with `syncline run -w 3 train.py --epochs 2`; if you want a separate training in each"
 
 
-def run(
-    commands: Any, words: Sequence[str], environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(commands: Any, words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE_")}
     return subprocess.run(
-        words,
-        cwd=commands.folder,
-        capture_output=True,
-        text=True,
-        timeout=JOB_PATIENCE,
-        env={**os.environ, **(environment or {})},
+        words, cwd=commands.folder, capture_output=True, text=True, timeout=JOB_PATIENCE, env={**kept, **environment}
     )
 
 
-def said(output: str) -> list[str]:
-    return [line for line in output.splitlines() if "WrongLauncher" in line]
-
-
-def test_under_torchrun_every_process_ends_with_the_command_to_use(commands: Any) -> None:
-    script = commands.script(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", script, "--epochs", "2"]
-    done = run(commands, torchrun)
-    assert done.returncode != 0 and "trained alone" not in done.stdout
-    # torchrun ends the others when the first one fails: some may not come to say it.
-    assert 1 <= len(said(done.stderr)) <= 3, done.stderr
-    for line in said(done.stderr):
-        assert re.search(r"torchrun started this process as one of 3 \(WORLD_SIZE=3 RANK=[012]\), and each ", line)
-        assert REMEDY in line
-    assert "syncline/launch/start.py" not in done.stderr
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
-def test_under_mpirun_every_process_ends_with_the_command_to_use(commands: Any) -> None:
-    script = commands.script(SCRIPT)
-    words = ["mpirun", "-n", "3", sys.executable, script, "--epochs", "2"]
-    done = run(commands, words, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
-    output = done.stdout + done.stderr
-    assert done.returncode != 0 and "trained alone" not in output
-    assert said(output), output
-    assert all("mpirun started this process as one of 3 (" in line and REMEDY in line for line in said(output))
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}, "a launcher like torchrun"),
-        ({"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "1"}, "mpirun"),
-        ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}, "srun"),
-    ],
-)
-def test_the_environment_says_who_it_was(environment: dict[str, str], found: str, monkeypatch: Any) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    other = config.other_launcher()
-    assert other is not None and (other.name, other.num_processes) == (found, 3)
-    assert other.found == " ".join(f"{n}={v}" for n, v in list(environment.items())[:2])
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"},
-        {"WORLD_SIZE": "3"},
-        {"WORLD_SIZE": "many", "RANK": "0", "LOCAL_RANK": "0"},
-        {"PMI_SIZE": "1", "PMI_RANK": "0"},
-        # The batch script of `sbatch -n 4`, outside of srun.
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-    ],
-)
-def test_one_process_is_not_refused(environment: dict[str, str], monkeypatch: Any) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert config.other_launcher() is None
-
-
-def test_the_sentence_is_one_line_without_a_traceback(commands: Any) -> None:
-    """Also for a module; and where the processes are on several hosts, -H is named."""
+def test_ranks_that_cannot_find_each_other_end_with_one_line_that_says_what_to_do(commands: Any) -> None:
+    """Two hosts and no secret; the line has no traceback."""
     commands.script(SCRIPT, "job.py")
-    environment = {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
-    done = run(commands, [sys.executable, "-m", "job", "a b"], environment)
+    environment = {
+        "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x",
+        "MASTER_ADDR": "a", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    done = run(commands, [sys.executable, "-m", "job"], environment)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "syncline.WrongLauncher: a launcher like torchrun started this process as one of 8 (WORLD_SIZE=8 RANK=0), "
-        "and each would train a model of its own; start the script with `syncline run -w 8 -m job 'a b'` (on several "
-        "hosts with -H HOST:4,HOST:… in place of -w); if you want a separate training in each process, call "
-        "syncline.init(embedded=True)"
+        "syncline.WrongLauncher: torchrun has started ranks on several hosts (WORLD_SIZE=8 RANK=0), and hands "
+        "them no secret; make one with (umask 077; openssl rand -hex 32 > token), copy it to every host with its "
+        "mode, and set SYNCLINE_TOKEN_FILE to its path (mpirun -x SYNCLINE_TOKEN_FILE); for a separate training in "
+        "each process, call syncline.init(embedded=True)"
     ]
+
+
+def test_a_rank_whose_rank_0_never_comes_says_so(commands: Any) -> None:
+    commands.script(SCRIPT)
+    (commands.folder / "syncline.toml").write_text("start_seconds = 0.1")
+    environment = {"PMI_SIZE": "3", "PMI_RANK": "1", "MPI_LOCALNRANKS": "3", "XDG_CACHE_HOME": str(commands.folder)}
+    done = run(commands, [sys.executable, "train.py"], environment)
+    assert done.returncode == 1 and "rank 1 of mpirun (PMI_SIZE=3 PMI_RANK=1) has found no job within" in done.stderr
+    assert "does rank 0 run this script, and come to syncline.init()?" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_who_means_it_says_embedded(commands: Any) -> None:
@@ -136,8 +78,21 @@ def test_a_worker_of_ours_joins_whatever_the_environment_says(commands: Any) -> 
 
 def test_it_can_be_caught_as_what_it_is(tmp_path: pathlib.Path) -> None:
     code = "import syncline\ntry:\n syncline.init()\nexcept syncline.ConfigError as e: print('caught', e)"
-    environment = {**os.environ, "PMI_SIZE": "2", "PMI_RANK": "0"}
+    environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
     )
-    assert "caught mpirun started" in done.stdout and "`syncline run -w 2 SCRIPT.py`" in done.stdout
+    assert "caught mpirun has started ranks on several hosts" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["worker-env"], "no command was given"),
+        (["worker-env", "python", "train.py"], "mpirun, torchrun or srun has not started this process as one of"),
+        (["doctor", "--on", "pbs"], "--on pbs: must be one of mpi, torchrun"),
+    ],
+)
+def test_what_cannot_be_is_one_line(commands: Any, words: Sequence[str], said: str) -> None:
+    done = run(commands, [sys.executable, "-m", "syncline", *words], {})
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

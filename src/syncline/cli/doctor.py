@@ -14,6 +14,7 @@ from rich.text import Text
 
 from syncline.cli import checks, connections
 from syncline.cli.checks import Check, Finding
+from syncline.cli.engines import checks_of
 
 #: torch comes before what looks into it.
 CHECKS = (
@@ -38,6 +39,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings, for machines.")] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="ENGINE", help="Check an engine instead: mpi or torchrun.")
+    ] = None,
 ) -> None:
     """Looks at what jobs need on this machine, and says what to do about what is missing.
 
@@ -45,7 +49,7 @@ def doctor(
 
     Example:  syncline doctor
     """
-    findings = [(check, check.run()) for check in CHECKS]
+    findings = [(check, check.run()) for check in (checks_of(on) if on is not None else CHECKS)]
     if as_json:
         sys.stdout.write(msgspec.json.format(to_json(findings), indent=2).decode() + "\n")
     else:

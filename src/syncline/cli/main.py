@@ -26,6 +26,7 @@ COMMANDS = {
     "coordinator": Command("Starts a job's coordinator by hand.", "roles"),
     "server": Command("Starts one server of a job by hand.", "roles"),
     "worker": Command("Starts one worker of a job by hand.", "roles", runs_script=True),
+    "worker-env": Command("Runs a command as one rank of mpirun, torchrun or srun.", "worker_env", runs_script=True),
     "status": Command("Shows how a running job stands; without JOB, lists the jobs.", "status"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
     "scale": Command("Gives a running job more or fewer workers or servers.", "status"),
@@ -45,7 +46,9 @@ def load_command(name: str) -> Any:
     if name == "checkpoint":
         return typer.main.get_command(module.app)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    alone.command(name, context_settings=_SCRIPT if known.runs_script else None)(getattr(module, name))
+    alone.command(name, context_settings=_SCRIPT if known.runs_script else None)(
+        getattr(module, name.replace("-", "_"))
+    )
     return typer.main.get_command(alone)
 
 

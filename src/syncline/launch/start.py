@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import shlex
-import sys
+import os
 from typing import Any
 
 import msgspec
 
 from syncline import config as configuration
-from syncline.errors import ConfigError, SynclineError, WrongLauncher
+from syncline.errors import ConfigError, SynclineError
 from syncline.launch import threads
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
+from syncline.launch.world import StartedRanks, world_of
 from syncline.worker.current import current_job, has_current_job, make_current
 from syncline.worker.job import Job
 
@@ -41,9 +41,10 @@ def invite(invitation: Invitation) -> None:
 def init(*, embedded: bool = False, **defaults: Any) -> Job:
     """Joins the job. What was said at launch or in syncline.toml wins over what is passed here.
 
-    Called again, it returns the same job. Without a launcher the job is embedded: server and coordinator live in
-    this process and cost next to nothing. In a process of torchrun, mpirun or srun that is an error, because each
-    process would train alone; `embedded=True` says that this is meant.
+    Called again, it returns the same job. In a process of torchrun, mpirun or srun, rank k joins as worker-k, and
+    rank 0 also starts the coordinator and the servers. Without a launcher the job is embedded: server and coordinator
+    live in this process and cost next to nothing; `embedded=True` says so where a launcher has started several
+    processes, and each is to train alone.
     """
     if has_current_job():
         return current_job()
@@ -58,39 +59,29 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
         _join_once()
         job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known, _invitation.own_server)
     else:
-        from syncline.launch.embedded import start_embedded
-        from syncline.launch.tracebacks import shorten_tracebacks
-
-        shorten_tracebacks()
-        if not embedded:
-            _refuse_other_launchers()
-        job = start_embedded(known)
-        atexit.register(_close, job)
+        job = _start(known, None if embedded else own_world())
     return make_current(job)
 
 
-def _refuse_other_launchers() -> None:
-    """Refuses other launchers: each process would silently train its own model."""
-    other = configuration.other_launcher()
-    if other is None:
-        return
-    several = 0 < other.num_here < other.num_processes
-    hosts = f" (on several hosts with -H HOST:{other.num_here},HOST:… in place of -w)" if several else ""
-    raise WrongLauncher(
-        f"{other.name} started this process as one of {other.num_processes} ({other.found}), and each would train a "
-        f"model of its own; start the script with `{_own_command(other.num_processes)}`{hosts}; if you want a "
-        "separate training in each process, call syncline.init(embedded=True)"
-    )
+def own_world() -> StartedRanks | None:
+    """The ranks that another launcher has started, this process among them."""
+    return world_of(configuration.inherited_environment({}), os.getppid())
 
 
-def _own_command(num_workers: int) -> str:
-    """`syncline run` with this process's script and arguments."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None:
-        script = ["-m", str(spec.name).removesuffix(".__main__")]
-    else:
-        script = [sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "SCRIPT.py"]
-    return shlex.join(["syncline", "run", "-w", str(num_workers), *script, *sys.argv[1:]])
+def _start(known: dict[str, Any], world: StartedRanks | None) -> Job:
+    """A job without `syncline run`: that of the ranks that another launcher has started, or one of this process."""
+    if world is not None:
+        from syncline.launch.ranks import join_world
+
+        _join_once()
+        return join_world(world, known)
+    from syncline.launch.embedded import start_embedded
+    from syncline.launch.tracebacks import shorten_tracebacks
+
+    shorten_tracebacks()
+    job = start_embedded(known)
+    atexit.register(_close, job)
+    return job
 
 
 _has_joined = False
@@ -99,7 +90,7 @@ _has_joined = False
 def _join_once() -> None:
     global _has_joined
     if _has_joined:
-        raise ConfigError("this worker has closed its job; under syncline run a process joins it once")
+        raise ConfigError("this worker has closed its job; a process that a launcher started joins it once")
     _has_joined = True
 
 

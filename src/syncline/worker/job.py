@@ -581,6 +581,11 @@ class Job:
         return self._handlers.evicted
 
     @property
+    def has_failed(self) -> bool:
+        """Whether this worker has heard that the job ended without success; its next call raises `JobFailed`."""
+        return self._handlers.over is not None and self._handlers.over.failed
+
+    @property
     def is_closed(self) -> bool:
         """Whether this worker has left the job, or was abandoned."""
         return self._closed.is_set()

@@ -1,0 +1,97 @@
+"""The checks of `syncline doctor --on ENGINE`: whether an engine is here, runs, and can start a job."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from syncline import config as configuration
+from syncline.cli.checks import Check, Finding
+from syncline.errors import ConfigError, SynclineError
+from syncline.launch.rendezvous import HOW, own_token_path, read_token
+from syncline.launch.world import StartedRanks
+
+#: For one process that an engine starts.
+TRY_SECONDS = 60.0
+_MPI = ("mpirun", "mpiexec.hydra", "mpiexec")
+
+
+def mpi() -> Finding:
+    """The first of the commands that MPI implementations have."""
+    path = next((found for name in _MPI if (found := shutil.which(name))), None)
+    if path is None:
+        remedy = "install Open MPI or MPICH (Debian: openmpi-bin or mpich), or load your cluster's module"
+        return Finding("problem", f"there is no {' or '.join(_MPI)}", remedy)
+    version = _run([path, "--version"])
+    return Finding("ok", f"{path}: {(version.stdout or version.stderr).strip().partition(chr(10))[0]}")
+
+
+def mpi_starts() -> Finding:
+    """One process; as root Open MPI wants to be told twice."""
+    path = next((found for name in _MPI if (found := shutil.which(name))), None)
+    if path is None:
+        return Finding("problem", "nothing to try", "install MPI first")
+    return _tried([path, "-n", "1", sys.executable, "-c", "pass"])
+
+
+def torchrun() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        remedy = "pip install 'syncline[torch]'"
+        return Finding("problem", "torch is not installed, and torchrun comes with it", remedy)
+    module = importlib.import_module("torch")
+    return Finding("ok", f"of torch {module.__version__}")
+
+
+def torchrun_starts() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("problem", "nothing to try", "install torch first")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    return _tried([*command, "--no-python", sys.executable, "-c", "pass"])
+
+
+def token() -> Finding:
+    """Ranks on several hosts need it; ranks on this one make their own."""
+    path = configuration.token_file()
+    if path:
+        try:
+            read_token(pathlib.Path(path))
+        except SynclineError as error:
+            return Finding("problem", str(error), "correct what this names")
+        return Finding("ok", f"SYNCLINE_TOKEN_FILE: {path}")
+    own = own_token_path(StartedRanks(launcher="doctor", rank=0, size=1)).parent
+    return Finding("ok", f"ranks on one host make their own in {own}; several hosts need SYNCLINE_TOKEN_FILE: {HOW}")
+
+
+def _tried(command: list[str]) -> Finding:
+    try:
+        done = _run(command)
+    except subprocess.TimeoutExpired:
+        return Finding("problem", f"{command[0]} did not start a process within {TRY_SECONDS:g} s", "see its manual")
+    if done.returncode == 0:
+        return Finding("ok", "starts a process here")
+    said = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip(" -")]
+    return Finding("problem", f"exit code {done.returncode}: {' '.join(said[:3])[:300]}", "correct what this names")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TRY_SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+#: By the engine's name.
+ENGINES: Mapping[str, tuple[Check, ...]] = {
+    "mpi": (Check("mpirun", mpi), Check("a process", mpi_starts), Check("token", token)),
+    "torchrun": (Check("torchrun", torchrun), Check("a process", torchrun_starts), Check("token", token)),
+}
+
+
+def checks_of(engine: str) -> tuple[Check, ...]:
+    if engine not in ENGINES:
+        raise ConfigError(f"--on {engine}: must be one of {', '.join(ENGINES)}")
+    return ENGINES[engine]

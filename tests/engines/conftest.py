@@ -1,0 +1,125 @@
+"""Jobs whose workers another launcher starts, by the real ones. `make test-engines` installs what is missing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
+
+BIN = os.path.dirname(sys.executable)
+MPI = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpiexec.hydra": []}
+
+
+def mpirun(kind: str, ranks: int, *command: str) -> list[str]:
+    """The command line of this MPI; skips where it is missing."""
+    path = shutil.which(kind)
+    if path is None:
+        pytest.skip(f"there is no {kind}: make test-engines installs it, as root on Debian")
+    return [path, *MPI[kind], "-n", str(ranks), *command]
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+class Engine:
+    """Starts commands in a folder of its own, and sees that nothing of them is left."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        self._started: list[subprocess.Popen[str]] = []
+        self.settings()
+
+    def settings(self, text: str = "") -> None:
+        said = text.partition("=")[0].strip()
+        patient = [line for line in PATIENT_TOML.splitlines() if line.partition("=")[0].strip() != said]
+        (self.folder / "syncline.toml").write_text("\n".join([text, *patient]))
+
+    def script(self, text: str) -> str:
+        (self.folder / "train.py").write_text(textwrap.dedent(text))
+        return "train.py"
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE_")}
+        own = {"XDG_CACHE_HOME": str(self.cache), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        process = subprocess.Popen(
+            list(words),
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**kept, **own, **(environment or {})},
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        output, _ = process.communicate(timeout=JOB_PATIENCE)
+        return process.returncode, output
+
+    def run(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        return self.finish(self.start(words, environment))
+
+    def wait_for(self, name: str, *processes: subprocess.Popen[str]) -> str:
+        """Waits until the script has written this file; its text."""
+        path, until = self.folder / name, time.monotonic() + JOB_PATIENCE
+        while not path.exists():
+            for process in processes:
+                assert process.poll() is None, self.finish(process)[1]
+            assert time.monotonic() < until, f"{name} was not written"
+            time.sleep(0.05)
+        return path.read_text()
+
+    def left(self) -> list[str]:
+        """The command lines of processes that run in this folder."""
+        found = []
+        for entry in pathlib.Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and pathlib.Path(os.readlink(entry / "cwd")) == self.folder:
+                    words = (entry / "cmdline").read_bytes().decode().split("\0")
+                    found += [" ".join(words)] if words != [""] else []
+            except OSError:
+                continue
+        return found
+
+    def check_nothing_left(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while (left := [*self.left(), *map(str, self.cache.rglob("*.token"))]) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert left == []
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        until = time.monotonic() + PATIENCE
+        while (left := self.left()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert left == []
+
+
+def finished_well(output: str, ranks: int) -> bool:
+    return re.search(rf"the job has finished: all {ranks} workers ended well", output) is not None
+
+
+@pytest.fixture
+def engine(tmp_path: pathlib.Path) -> Iterator[Engine]:
+    made = Engine(tmp_path.resolve())
+    try:
+        yield made
+    finally:
+        made.close()

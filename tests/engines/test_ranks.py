@@ -1,0 +1,133 @@
+"""mpirun and torchrun start the workers; rank 0 starts the rest. Real launchers, on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+
+import pytest
+from tests.engines.conftest import Engine, finished_well, mpirun, torchrun
+
+pytestmark = pytest.mark.engines
+
+#: Each rank adds 1 in every step: in sync the sum is the mean, so every step takes 1 away.
+SUMS = """
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    for _ in range(5):
+        job.kv.push({"x": np.ones(3)}).wait()
+    job.barrier("done")
+    print(f"{job.name} of {job.world_size}: {job.kv.pull()['x']}", flush=True)
+"""
+#: Says its process id and waits for its death; started again, it goes on from the checkpoint and ends.
+DIES = """
+    import os, pathlib, time
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    steps, first = 30, pathlib.Path(f"pid-{job.name}").exists()
+    for step in job.steps(steps):
+        job.kv.push({"x": np.ones(3)}).wait()
+        if step == 19 and not first:
+            job.barrier("pids")
+            pathlib.Path(f".pid-{job.name}").write_text(str(os.getpid()))
+            os.rename(f".pid-{job.name}", f"pid-{job.name}")
+            while True:
+                time.sleep(0.01)
+    job.barrier("done")
+    print(f"{job.name} ends at {job.kv.pull()['x'][0]:g} after {job.own_step} steps", flush=True)
+"""
+
+#: The death of a rank is seen at once, as in a job without settings.
+SOON = "suspect_seconds = 0.3"
+
+
+def sums_are_right(output: str, ranks: int) -> None:
+    for rank in range(ranks):
+        assert f"worker-{rank} of {ranks}: [-5. -5. -5.]" in output, output
+    assert finished_well(output, ranks), output
+    assert output.count("the death of any rank ends the job: ") == 1, output
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_every_rank_of_mpi_is_a_worker_of_one_job(engine: Engine, kind: str) -> None:
+    code, output = engine.run(mpirun(kind, 2, "python", engine.script(SUMS)))
+    assert code == 0, output
+    sums_are_right(output, 2)
+    engine.check_nothing_left()
+
+
+@pytest.mark.smoke
+def test_every_rank_of_torchrun_is_a_worker_of_one_job(engine: Engine) -> None:
+    code, output = engine.run(torchrun("--standalone", "--nproc-per-node", "2", engine.script(SUMS)))
+    assert code == 0, output
+    sums_are_right(output, 2)
+    engine.check_nothing_left()
+
+
+def test_a_ring_has_its_servers_in_the_ranks(engine: Engine) -> None:
+    engine.settings('exchange = "ring"')
+    code, output = engine.run(mpirun("mpirun.openmpi", 2, "python", engine.script(SUMS)))
+    assert code == 0 and "2 workers of mpirun as a ring" in output, output
+    sums_are_right(output, 2)
+    engine.check_nothing_left()
+
+
+def test_the_death_of_a_rank_ends_the_job_and_the_same_command_goes_on(engine: Engine) -> None:
+    """With the options of worker-env; a save has been made before the death."""
+    words = ["syncline", "worker-env", "-s", "2", "--checkpoint", "saves", "--save-every", "5steps"]
+    command = mpirun("mpirun.openmpi", 2, *words, "python", engine.script(DIES))
+    engine.settings(SOON)
+    process = engine.start(command)
+    pid = int(engine.wait_for("pid-worker-1", process))
+    os.kill(pid, signal.SIGKILL)
+    code, output = engine.finish(process)
+    assert code != 0 and re.search(r"rank 1\b", output), output
+    engine.check_nothing_left()
+    code, output = engine.run(command)
+    assert code == 0 and finished_well(output, 2), output
+    ends = re.findall(r"worker-[01] ends at -30 after (\d+) steps", output)
+    assert len(ends) == 2 and all(int(steps) < 30 for steps in ends), output
+
+
+@pytest.mark.parametrize("has_token", [False, True], ids=["own token", "token file"])
+def test_two_agents_of_torchrun_make_one_job_and_a_death_on_one_ends_both(engine: Engine, has_token: bool) -> None:
+    """The agent of the other ranks does not see the death; its ranks hear of it from the job, by name."""
+    token, environment = engine.folder / "token", {}
+    if has_token:
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        environment = {"SYNCLINE_TOKEN_FILE": str(token)}
+    engine.settings(SOON)
+    port = str(20_000 + os.getpid() % 10_000)
+    words = torchrun(
+        "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--local-addr", "127.0.0.1", engine.script(DIES),
+    )  # fmt: skip
+    agents = [engine.start(words, environment) for _ in range(2)]
+    pid = int(engine.wait_for("pid-worker-1", *agents))
+    os.kill(pid, signal.SIGKILL)
+    ends = [engine.finish(agent) for agent in agents]
+    assert all(code != 0 for code, _ in ends), ends
+    told = [output for _, output in ends if "the job has failed: worker-1 (rank 1) is gone; torchrun" in output]
+    assert len(told) == 1, ends
+    assert "the same command would go on from there" in told[0], ends
+    engine.check_nothing_left()
+
+
+def test_a_rank_that_fails_is_a_death_and_its_error_is_shown(engine: Engine) -> None:
+    script = engine.script("""
+        import syncline
+        job = syncline.init()
+        job.barrier("all here")
+        if job.name == "worker-1":
+            raise ValueError("a mistake of the script")
+        job.barrier("never")
+    """)
+    code, output = engine.run(mpirun("mpirun.openmpi", 2, "python", script))
+    assert code != 0 and "ValueError: a mistake of the script" in output, output
+    engine.check_nothing_left()
