@@ -26,6 +26,7 @@ WEIGHTS = ("count", "ignore")
 LAUNCH_ONLY = frozenset(
     {
         "workers",
+        "stages",
         "servers",
         "hosts",
         "remote",
@@ -55,6 +56,8 @@ LAUNCH_ONLY = frozenset(
 #: The least and the most of each number. A server keeps 1,024 slots per worker; a thread cannot wait for ever.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "workers": (1, 65_536),
+    "stages": (1, 1_024),
+    "micro_batches": (1, 65_536),
     "servers": (1, 65_536),
     "least_workers": (0, 65_536),
     "most_workers": (0, 65_536),
@@ -88,6 +91,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     least_workers: int = 0  #: begins and goes on with as few; 0: all of them at the start
     most_workers: int = 0  #: may grow to as many; 0: no more than at the start
     auto_workers: bool = False  #: add and retire workers by what each adds in samples/s
+    stages: int = 1  #: processes of a pipeline, which is one worker: each has a part of the model
+    micro_batches: int | Literal["auto"] = "auto"  #: of a pipeline's batch; auto: four per stage
+    schedule: str = "1f1b"  #: the order of forwards and backwards in a pipeline: gpipe, 1f1b, interleaved
     servers: int = 1  #: number of servers
     replicas: int = 0  #: servers that have each slice: 1, 2; 0: 2 when servers are on several hosts, else 1
     ack: str = ""  #: when a push is acknowledged: memory (its server has it), replicated (two have it)
@@ -176,6 +182,8 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             value = (value,)  # one rule needs no list
         if key == "sync_every" and isinstance(value, str) and value != "auto":
             raise ConfigError(f"{source}: sync_every = {value!r}: must be a number of steps, or auto")
+        if key == "micro_batches" and isinstance(value, str) and value != "auto":
+            raise ConfigError(f"{source}: micro_batches = {value!r}: must be a number, or auto")
         try:
             checked[key] = msgspec.convert(value, _FIELDS[key], strict=True)
         except msgspec.ValidationError as error:

@@ -14,6 +14,21 @@ from syncline.launch.saving import parse_bytes
 
 
 def _options(
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Cut the model into N parts: N workers are one pipeline, on one host. [default: 1]",
+        ),
+    ] = None,
+    micro_batches: Annotated[
+        str | None,
+        typer.Option(metavar="M|auto", help="Parts of a pipeline's batch. auto: four per stage. [default: auto]"),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="Order of work in a pipeline: gpipe, 1f1b or interleaved. [default: 1f1b]"),
+    ] = None,
     servers: Annotated[int | None, typer.Option("-s", "--servers", help="Number of servers. [default: 1]")] = None,
     replicas: Annotated[
         int | None,
@@ -225,14 +240,16 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
         if settings.pop(f"no_{name}", False):
             settings[name] = False
     if (every := settings.get("sync_every", "auto")) != "auto":
-        settings["sync_every"] = _steps("--sync-every", every)
+        settings["sync_every"] = _steps("--sync-every", every, "a number of steps")
+    if (count := settings.get("micro_batches", "auto")) != "auto":
+        settings["micro_batches"] = _steps("--micro-batches", count, "a number")
     if "save_memory" in settings:
         settings["save_memory"] = parse_bytes("--save-memory", settings["save_memory"])
     return settings
 
 
-def _steps(option: str, said: str) -> int:
+def _steps(option: str, said: str, what: str) -> int:
     try:
         return int(said)
     except ValueError:
-        raise ConfigError(f"{option} {said!r}: must be a number of steps, or auto") from None
+        raise ConfigError(f"{option} {said!r}: must be {what}, or auto") from None

@@ -80,9 +80,9 @@ def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]
 
 def _default_workers(launch: Mapping[str, Any]) -> dict[str, int]:
     """One worker per GPU where nothing else was said, here or in syncline.toml."""
-    said = {*launch, *configuration.read_toml_here()}
-    if said.isdisjoint(("workers", "hosts", "least_workers", "most_workers")):
-        return {"workers": max(1, configuration.num_gpus())}
+    said = {**configuration.read_toml_here(), **launch}
+    if said.keys().isdisjoint(("workers", "hosts", "least_workers", "most_workers")):
+        return {"workers": int(said.get("stages", 0)) or max(1, configuration.num_gpus())}
     return {}
 
 

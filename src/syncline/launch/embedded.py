@@ -278,7 +278,7 @@ def start_embedded(defaults: Mapping[str, Any]) -> Job:
     elsewhere = ("hosts", "remote", "env", "bind", "replicas", "ack", "least_workers", "most_workers")
     given = {key: value for key, value in toml.items() if key not in elsewhere}
     check_settings(configuration.resolve(given, defaults))
-    given.update(workers=1, servers=1, exchange="servers")  # with one worker both exchanges are the same
+    given.update(workers=1, stages=1, servers=1, exchange="servers")  # with one worker both exchanges are the same
     name = str(given.get("name") or f"{_script_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
     given["name"] = name
     given = settle_saving(given, is_shared=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.config import JobConfig
+from syncline.core.stages import check_divisible
 from syncline.core.units import counted
 from syncline.errors import ConfigError
 
@@ -41,6 +42,29 @@ def parse_workers(text: str) -> dict[str, int | bool]:
         )
     found: dict[str, int | bool] = {"workers": 0, "least_workers": int(least), "most_workers": int(most)}
     return {**found, "workers": int(least), "auto_workers": True} if is_auto else found
+
+
+def settle_stages(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With `--stages`: numbers of workers become numbers of pipelines, each of which is one worker of the job."""
+    stages = int(given.get("stages", 1))
+    if stages <= 1:
+        return dict(given)
+    if "hosts" in given:
+        uneven = [f"{host}:{count}" for host, count in parse_hosts(str(given["hosts"])) if count % stages]
+        if uneven:
+            raise ConfigError(
+                f"-H {given['hosts']} and --stages {stages}: all workers of a pipeline are on one host, and "
+                f"{uneven[0]} is not divisible by {stages}"
+            )
+    check_divisible(given, stages)
+    settled = {**given, **{name: int(given[name]) // stages for name in _WORKERS if name in given}}
+    if "hosts" in given:
+        pairs = parse_hosts(str(given["hosts"]))
+        settled["hosts"] = ",".join(f"{host}:{count // stages}" for host, count in pairs)
+    return settled
+
+
+_WORKERS = ("workers", "least_workers", "most_workers")
 
 
 def settle_workers(given: Mapping[str, Any]) -> dict[str, Any]:

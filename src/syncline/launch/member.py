@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 import msgspec
 
@@ -24,21 +25,26 @@ from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 from syncline.worker.current import current_job, has_current_job
+from syncline.worker.stages import StagePlace, StageProcesses, fork_stages
 from syncline.worker.steps import MISUSED
 
 
 def member() -> int:
     """A member's process from its plan to its end; a worker's exit code. Any other role ends the process itself."""
     plan = _read_plan()
-    lifeline.hold()
+    stages = _fork_stages(plan)
+    if isinstance(stages, StagePlace):
+        stages.begin(plan.name)
+    else:
+        lifeline.hold()
     if plan.role == "worker":
         _die_with_parent()
     if plan.folder and os.path.isdir(plan.folder):
         os.chdir(plan.folder)
-    num_sharing = 1 if keep_to_own_cores(plan) else plan.num_local_workers
+    num_sharing = _num_stages(plan) if keep_to_own_cores(plan) else plan.num_local_workers
     configuration.add_to_environment({**_threads(num_sharing), **plan.environment})
     threads.settle()
-    code = play(plan)
+    code = play(plan, stages)
     if plan.role == "worker":
         return code  # it ends as any script does: its threads are waited for, its exit handlers run
     sys.stdout.flush()
@@ -66,7 +72,17 @@ def _threads(num_workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, configuration.num_cores() // num_workers))}
 
 
-def play(plan: MemberPlan) -> int:
+def _num_stages(plan: MemberPlan) -> int:
+    return configuration.resolve(plan.file.given).stages if plan.role == "worker" else 1
+
+
+def _fork_stages(plan: MemberPlan) -> StageProcesses | StagePlace | None:
+    """With `--stages`: the other processes of this worker's pipeline; in one of them, its place."""
+    num_stages = _num_stages(plan)
+    return fork_stages(plan.name, num_stages, say(plan.name or "worker")) if num_stages > 1 else None
+
+
+def play(plan: MemberPlan, stages: StageProcesses | StagePlace | None = None) -> int:
     """Plays the role until it ends; the exit code."""
     try:
         if plan.role == "coordinator":
@@ -78,7 +94,9 @@ def play(plan: MemberPlan) -> int:
 
             see_beside(plan.script, is_module=plan.is_module)
             return run_server(plan.file, plan.name, plan.host)
-        return run_worker(plan)
+        if isinstance(stages, StagePlace):
+            return _play_stage(plan, stages)
+        return run_worker(plan, stages)
     except SynclineError as error:
         sys.stderr.write(f"syncline: {plan.name}: {type(error).__name__}: {error}\n")
         return 1
@@ -86,25 +104,45 @@ def play(plan: MemberPlan) -> int:
         return 130
 
 
-def run_worker(plan: MemberPlan) -> int:
+def run_worker(plan: MemberPlan, stages: StageProcesses | None = None) -> int:
     """Runs the user's script as a worker; its exit code is the process's. In a ring a server is in it too."""
     if not configuration.resolve(plan.file.given).is_ring:
-        return _run_script(plan, None)
+        return _run_as_worker(plan, None, stages)
     own_server = OwnServer(plan.file, plan.name, plan.host)
-    return own_server.finish(_run_script(plan, own_server))
+    return own_server.finish(_run_as_worker(plan, own_server, stages))
 
 
-def _run_script(plan: MemberPlan, own_server: OwnServer | None) -> int:
-    invite(Invitation(plan.file, plan.name, plan.host, own_server))
+def _play_stage(plan: MemberPlan, place: StagePlace) -> NoReturn:
+    """Runs the user's script up to its Pipeline, which does not return: it serves the leader."""
+    invite(Invitation(plan.file, plan.name, plan.host, stages=place))
+    try:
+        _run_script(plan)
+    except BaseException as caught:
+        if not (isinstance(caught, SystemExit) and caught.code in (None, 0)):
+            place.fail(caught, "" if isinstance(caught, SynclineError) else describe(caught, plan.script))
+    place.fail(
+        ConfigError(
+            "the script has ended without a syncline.torch.Pipeline; with --stages, give DistributedOptimizer "
+            "model=Pipeline(...), or leave out --stages"
+        )
+    )
+
+
+def _run_script(plan: MemberPlan) -> None:
+    sys.argv = [plan.script, *plan.arguments]
+    see_beside(plan.script, is_module=plan.is_module)
+    if plan.is_module:
+        runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(plan.script, run_name="__main__")
+
+
+def _run_as_worker(plan: MemberPlan, own_server: OwnServer | None, stages: StageProcesses | None) -> int:
+    invite(Invitation(plan.file, plan.name, plan.host, own_server, stages))
     faults.arm(plan.name, plan.file.folder)
     leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
-    sys.argv = [plan.script, *plan.arguments]
     try:
-        see_beside(plan.script, is_module=plan.is_module)
-        if plan.is_module:
-            runpy.run_module(plan.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(plan.script, run_name="__main__")
+        _run_script(plan)
         code = 0
     except SystemExit as stop:
         code = exit_code(stop)

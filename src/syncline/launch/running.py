@@ -32,7 +32,7 @@ from syncline.launch import jobfile
 from syncline.launch.engine import Attended, Engine, Prefixes, Processes
 from syncline.launch.folder import claim_name, found_by_others, hold
 from syncline.launch.forkserver import ForkServer
-from syncline.launch.hosts import assign, hosts_of, parse_hosts, settle_workers
+from syncline.launch.hosts import assign, hosts_of, parse_hosts, settle_stages, settle_workers
 from syncline.launch.launcher import Launcher, Screen
 from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess
 from syncline.launch.saving import settle_saving
@@ -52,7 +52,7 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     """The settings of a job: the command line over syncline.toml; validated as far as possible."""
     said = {**configuration.read_toml_here(), **configuration.check_known(launch, "command line")}
     check_said(said)
-    given = settle_workers(said)
+    given = settle_workers(settle_stages(said))
     config = configuration.resolve(given)
     check_settings(config)
     given = settle_saving(settle_replicas(given, config, server_hosts(config)))
@@ -176,8 +176,11 @@ def opening(config: JobConfig, script: Script, folder: pathlib.Path, engine: Eng
     servers = "as a ring" if config.is_ring else f"and {counted(config.servers, 'server')}"
     where = f" on {hosts}" if (hosts := engine.describe()) else ""
     trusted = trust_told(config, server_hosts(config))
+    workers = counted(config.workers, "worker")
+    if config.stages > 1:
+        workers = f"{counted(config.workers, 'pipeline')} of {config.stages} stages, {config.schedule},"
     return [
-        f"{config.name}: {counted(config.workers, 'worker')} {servers}{where}, {config.policy}; runs {script.path}",
+        f"{config.name}: {workers} {servers}{where}, {config.policy}; runs {script.path}",
         protection_of(config, server_hosts(config)),
         *([trusted] if trusted else []),
         f"logs are in {folder}/; `syncline why {config.name}` says what the job waits for",
@@ -285,7 +288,7 @@ class Plans:
             arguments=self._script.arguments,
             folder=self._folder,
             environment=self._rendezvous(name, beside) if self._config.env == "torchrun" else {},
-            num_local_workers=len(beside),
+            num_local_workers=len(beside) * self._config.stages,
             place=place,
             tells_cores=speaks,
             loads_torch=self._scripts_load_torch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,8 +16,9 @@ from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.ringing import OwnServer
 from syncline.launch.world import StartedRanks, world_of
-from syncline.worker.current import current_job, has_current_job, make_current
+from syncline.worker.current import current_job, has_current_job, make_current, make_stage_job
 from syncline.worker.job import Job
+from syncline.worker.stages import StagePlace, StageProcesses
 
 
 class Invitation(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class Invitation(msgspec.Struct, frozen=True):
     name: str
     host: str
     own_server: OwnServer | None = None  # in a ring
+    stages: StageProcesses | StagePlace | None = None  # with --stages
 
 
 _invitation: Invitation | None = None
@@ -53,11 +55,16 @@ def init(*, embedded: bool = False, **defaults: Any) -> Job:
         raise ConfigError(f"init({key}=…): this is set at launch, e.g. syncline run -w 2 -s 1, or in syncline.toml")
     leave_out_the_compiler()
     threads.settle_again()
+    stages = _invitation.stages if _invitation is not None else None
+    if isinstance(stages, StagePlace):
+        return cast(Job, make_stage_job(stages))
     if _invitation is not None:
         from syncline.launch.working import join_as_worker
 
         _join_once()
-        job = join_as_worker(_invitation.file, _invitation.name, _invitation.host, known, _invitation.own_server)
+        job = join_as_worker(
+            _invitation.file, _invitation.name, _invitation.host, known, _invitation.own_server, stages
+        )
     else:
         job = _start(known, None if embedded else own_world())
     return make_current(job)

@@ -31,6 +31,7 @@ from syncline.net.transport import Memory, Peer
 from syncline.worker.collectives.peers import Peers
 from syncline.worker.job import Job
 from syncline.worker.session import CoordinatorHandlers, Rosters
+from syncline.worker.stages import StageFacts, StageProcesses
 
 
 class Sockets:
@@ -72,9 +73,14 @@ class Sockets:
 
 
 def join_as_worker(
-    file: JobFile, name: str, host: str, defaults: Mapping[str, Any], own_server: OwnServer | None = None
+    file: JobFile,
+    name: str,
+    host: str,
+    defaults: Mapping[str, Any],
+    own_server: OwnServer | None = None,
+    stages: StageProcesses | None = None,
 ) -> Job:
-    """A worker's way into its job; in a ring, with its own server."""
+    """A worker's way into its job; in a ring, with its own server; with `--stages`, with its stage processes."""
     if defaults.get("exchange") == "ring" and "exchange" not in file.given:
         raise ConfigError(
             'init(exchange="ring"): this job has servers, in processes of their own; set it at launch: syncline run '
@@ -115,6 +121,10 @@ def join_as_worker(
             folder=folder, say=say(me.name), embedded=False, peers=sockets.peers, on_close=sockets.close,
         )  # fmt: skip
         job.exchange.routes.device_channel = own_server.device_channel if own_server is not None else None
+        if stages is not None:
+            job.stages = stages
+            for stage in stages.processes:
+                stage.channel.send(StageFacts(me.name, job.rank, job.world_size, job.local_rank, job.config))
         return job
     except BaseException:
         link.close()

@@ -11,6 +11,7 @@
 # guard                                     on a GPU: a layer waits for its own parameters
 # local_steps                               `--sync-every`
 # buffers, state, remembered                buffers of the model; optimizer state; what is saved of an optimizer
+# pipelining/                               Pipeline: a model in stages, one per process
 # schedules, schedulers                     learning rates by progress; the schedulers that a script made
 # data, batches, batch_sizes, naming        DataLoader; leased batches; warnings and errors about samples
 # validation, weights, notices              validations; weights of a checkpoint; notices to the user
@@ -24,6 +25,7 @@ except ImportError as error:
 
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
+from syncline.torch.pipelining.pipeline import Pipeline
 from syncline.torch.schedules import Schedule, schedule
 
-__all__ = ["DataLoader", "DistributedOptimizer", "Schedule", "schedule"]
+__all__ = ["DataLoader", "DistributedOptimizer", "Pipeline", "Schedule", "schedule"]

@@ -23,7 +23,8 @@ class Notices:
         self.has_told_change = False
 
     def at_start(self, model: torch.nn.Module | None) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if has_group and self._job.stages is None:  # else it is the pipeline's own
             self._job.notice(
                 "there is a default process group: DistributedDataParallel on top of this would average twice"
             )

@@ -15,6 +15,7 @@ from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError, ProtocolError
 from syncline.net.device_channel import DeviceChannel
+from syncline.net.memory import aligned_zeros
 from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
 from syncline.torch.carriers import ArenaCarrier, Carrier, MirrorCarrier
@@ -24,6 +25,7 @@ from syncline.torch.gradients import Gradients
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.pipelining.pipeline import Pipeline, check_is_pipeline
 from syncline.torch.receiver import HostReceiver, ParameterReceiver
 from syncline.torch.remembered import Remembered
 from syncline.torch.rules import ChangedOptions, group_rule, rule_name
@@ -73,6 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(opt.param_groups, opt.defaults)
         self._share_state()
         self._job = job or current_job()
+        check_is_pipeline(model, self._job)
         policy = policy_of(self._job.config)
         self._in_rounds = policy.in_rounds
         self._taken = self._job.samples_taken  # at the last step
@@ -216,7 +219,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 device_channel=self._device_channel,
             )
         also = self._local.interval.flats if self._local is not None else {}
-        receiver = HostReceiver(exchange, self._tracked, self._buffers, window, also, in_place=self._local is None)
+        create = self._model.create_memory if isinstance(self._model, Pipeline) else aligned_zeros
+        receiver = HostReceiver(
+            exchange, self._tracked, self._buffers, window, also, in_place=self._local is None, create=create
+        )
         if self._local is not None:
             self._local.begin(self._tracked, receiver.flat, self._synchronise)
         return receiver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,15 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 class FlatMemory:
     """The parameters of each segment as one run of bytes, shared with the model's tensors where possible."""
 
-    def __init__(self, layout: Layout, tracked: Sequence[Tracked], *, in_place: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tracked: Sequence[Tracked],
+        *,
+        in_place: bool,
+        create: Callable[[int], Bytes] = aligned_zeros,
+    ) -> None:
+        """`create` makes the memory: zeros."""
         self._layout = layout
         self.flats: dict[int, Bytes] = {}
         self._tracked = list(tracked)
@@ -101,7 +109,7 @@ class FlatMemory:
         for item in tracked:
             segment, index = layout.where[item.name]
             if segment.index not in self.flats:
-                self.flats[segment.index] = aligned_zeros(segment.num_bytes)
+                self.flats[segment.index] = create(segment.num_bytes)
             view = as_tensor(self.flats[segment.index], segment.offsets[index], item.tensor.shape, item.tensor.dtype)
             view.copy_(item.tensor.detach())
             self._views.append((item, view))

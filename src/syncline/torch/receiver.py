@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from syncline.net.memory import aligned_zeros
 from syncline.torch.buffers import Buffers
 from syncline.torch.parameters import FlatMemory, Tracked
 from syncline.worker.arrays import Bytes
@@ -65,10 +66,11 @@ class HostReceiver:
         also: dict[int, Bytes],
         *,
         in_place: bool,
+        create: Callable[[int], Bytes] = aligned_zeros,
     ) -> None:
-        """`also`: memory for other segments that the answers bring."""
+        """`also`: memory for other segments that the answers bring. `create` makes the memory of parameters."""
         self._exchange, self._buffers, self._window = exchange, buffers, window
-        self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place)
+        self.flat = FlatMemory(exchange.layout, tracked, in_place=in_place, create=create)
         self.target = FlatTarget({**self.flat.flats, **(buffers.flats if buffers is not None else {}), **also})
         self._tickets: collections.deque[ServersTicket] = collections.deque()
 

@@ -35,6 +35,7 @@ from syncline.worker.kv import KeyValue
 from syncline.worker.metrics import Measures
 from syncline.worker.reporting import WorkerReporting
 from syncline.worker.session import CoordinatorHandlers, CoordinatorSession, WhileWaiting, WorkerParts, left, place_of
+from syncline.worker.stages import StageProcesses
 from syncline.worker.steps import CannotResume, RunProgress, WorkerLife, checked_step, steps
 from syncline.worker.validation import Measure, Validated, WorkerValidation
 from syncline.worker.waits import ValidationCalled
@@ -95,6 +96,7 @@ class Job:
         self._have_finished: set[Hashable] = set()
         self.names_taken: dict[str, Any] = {}  # for DistributedOptimizer: the owner of each name
         self._rates: list[Callable[[], Mapping[str, Any]]] = []  # of optimizers
+        self.stages: StageProcesses | None = None  #: with `--stages`: the other processes of this pipeline
         stamp.incarnation, stamp.generation = joined.incarnation, joined.generation
         handlers.rosters.listen(self._take_place)
         handlers.begin(link, joined, me.name, beats=beats and not embedded)

@@ -1,0 +1,9 @@
+"""Model parallelism: a model in stages, one per process of a pipeline."""
+
+# Layout, in reading order.
+#
+# pipeline          Pipeline: the whole model, as the script sees it; cuts it, and drives the stage processes
+# orders            what the leader of a pipeline tells its stage processes
+# shared            parameters, buffers and gradients that the processes of a pipeline share
+# engine            this process's stages under torch.distributed.pipelining
+# serving           a stage process after its Pipeline is made

@@ -1,0 +1,218 @@
+"""This process's stages, run by the schedules of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from syncline import config as configuration
+from syncline.errors import ConfigError
+from syncline.torch.pipelining.orders import Prepare, TensorMeta
+
+dist: Any = torch.distributed  # its types are incomplete
+LossFunction = Callable[[Any, Any], torch.Tensor]
+_CPU = torch.device("cpu")
+#: How far the mean of the micro-batches' losses may lie from the loss of the whole batch.
+_LOSS_TOLERANCE = 1e-3
+
+
+def describe(tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
+    return [TensorMeta(list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in tensors]
+
+
+def empty(meta: TensorMeta, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+@contextlib.contextmanager
+def autocast(dtype: str) -> Iterator[None]:
+    """The autocast of the script's process; `dtype`: empty where there is none."""
+    if not dtype:
+        yield
+        return
+    with torch.autocast("cpu", dtype=getattr(torch, dtype)):
+        yield
+
+
+def autocast_now() -> str:
+    if not torch.is_autocast_enabled("cpu"):
+        return ""
+    return str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+
+
+def infer(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> list[TensorMeta]:
+    """The tensors that a part of the model makes, without computing them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad(), autocast(dtype):
+        named = [*module.named_parameters(), *module.named_buffers()]
+        state: dict[str, torch.Tensor] = {name: fake.from_tensor(tensor) for name, tensor in named}
+        given = []
+        for meta in inputs:
+            tensor = empty(meta)
+            given.append(tensor.requires_grad_() if meta.requires_grad else tensor)
+        output = as_tuple(torch.func.functional_call(module, state, tuple(given)))
+        if not all(isinstance(one, torch.Tensor) for one in output):
+            names = ", ".join(sorted({type(one).__name__ for one in output}))
+            raise ConfigError(
+                f"Pipeline: a stage ({type(module).__name__}) returns {names}: stages pass tensors, or tuples of "
+                "tensors; cut the model elsewhere, or give stages=[...] that do"
+            )
+        return describe(output)
+
+
+class Prepared(NamedTuple):
+    """A kind of batch: its schedule, and how many micro-batches it has."""
+
+    schedule: Any
+    num_micro_batches: int
+    autocast: str
+
+
+class Engine:
+    """The stages of one process of a pipeline. Every process makes the same calls in the same order."""
+
+    def __init__(
+        self, parts: Mapping[int, torch.nn.Module], num_parts: int, loss_fn: LossFunction | None, schedule: str
+    ) -> None:
+        """`parts`: this process's, by number."""
+        self.parts, self._num_parts, self._loss_fn, self._schedule = dict(parts), num_parts, loss_fn, schedule
+        self._prepared: dict[int, Prepared] = {}
+        self._scale, self._mean = 1.0, 1
+        self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
+        self.busy_seconds = 0.0  # in forwards and backwards since the last step began
+
+    @property
+    def has_last(self) -> bool:
+        return self._num_parts - 1 in self.parts
+
+    def join(self, rank: int, size: int, store_fd: int, seconds: float) -> None:
+        """The processes of the pipeline become torch's default process group, on the loopback."""
+        if dist.is_initialized():
+            raise ConfigError(
+                "Pipeline: the script has called torch.distributed.init_process_group; with --stages the Pipeline "
+                "makes the process group itself: leave the call out"
+            )
+        if "GLOO_SOCKET_IFNAME" not in configuration.environment_names(("GLOO_SOCKET_IFNAME",)):
+            configuration.add_to_environment({"GLOO_SOCKET_IFNAME": "lo"})
+        store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
+        )
+
+    def prepare(self, order: Prepare) -> None:
+        """Makes the schedule for a new kind of batch."""
+        from torch.distributed.pipelining import PipelineStage
+
+        for key in order.forgets:
+            self._prepared.pop(key, None)
+        stages: list[Any] = [
+            PipelineStage(
+                module,
+                number,
+                self._num_parts,
+                _CPU,
+                input_args=_metas(order.boundaries[number]),
+                output_args=_metas(order.boundaries[number + 1]),
+            )
+            for number, module in sorted(self.parts.items())
+        ]
+        for stage in stages:
+            stage.forward_one_chunk = self._timed(stage.forward_one_chunk)
+            stage.backward_one_chunk = self._timed(stage.backward_one_chunk)
+        loss = self._loss if order.trains else None
+        kind = _kind_of(self._schedule, order, dist.get_world_size())
+        given = stages[0] if len(stages) == 1 else stages
+        schedule = kind(given, order.num_micro_batches, loss_fn=loss, scale_grads=False)
+        self._prepared[order.key] = Prepared(schedule, order.num_micro_batches, order.autocast)
+
+    def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return compute(*args, **options)
+            finally:
+                self.busy_seconds += time.perf_counter() - began
+
+        return run
+
+    def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        """The part of a micro-batch in the batch's mean, times the factor of a GradScaler."""
+        assert self._loss_fn is not None
+        return scaled_loss(self._loss_fn, output, target, self._scale / self._mean)
+
+    def step(
+        self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, scale: float
+    ) -> float | None:
+        """Forward and backward of all micro-batches; the batch's mean loss, where the last stage is."""
+        prepared, self.busy_seconds = self._prepared[key], 0.0
+        self._scale, self._mean = scale, prepared.num_micro_batches
+        losses: list[torch.Tensor] | None = [] if self.has_last else None
+        looks = self.has_last and key not in self._checked and prepared.num_micro_batches > 1
+        with torch.enable_grad(), autocast(prepared.autocast):
+            given = {"target": target, "losses": losses} if self.has_last else {}
+            output = prepared.schedule.step(*inputs, **given, return_outputs=looks)
+        if losses is None:
+            return None
+        total = float(torch.stack([loss.detach().double() for loss in losses]).sum()) / scale
+        if looks:
+            assert self._loss_fn is not None and target is not None
+            with torch.no_grad(), autocast(prepared.autocast):
+                check_mean(total, self._loss_fn, output, target)
+            self._checked.add(key)
+        return total
+
+    def evaluate(self, key: int, inputs: Sequence[torch.Tensor]) -> Any:
+        """The output of the whole model, where the last stage is."""
+        prepared = self._prepared[key]
+        with torch.no_grad(), autocast(prepared.autocast):
+            return prepared.schedule.step(*inputs)
+
+
+def scaled_loss(loss_fn: LossFunction, output: Any, target: Any, factor: float) -> torch.Tensor:
+    loss = loss_fn(output, target)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigError(
+            f"Pipeline: loss_fn returns {what}; it must return one number, the mean over the samples "
+            '(reduction="mean")'
+        )
+    return loss * factor
+
+
+def check_mean(mean: float, loss_fn: LossFunction, output: Any, target: Any) -> None:
+    """Raises unless the loss of the batch is the mean of its micro-batches' losses."""
+    whole = float(loss_fn(output, target))
+    if abs(whole - mean) > _LOSS_TOLERANCE * max(1.0, abs(whole)):
+        raise ConfigError(
+            f"Pipeline: the loss of a batch is {whole:.6g}, and the mean over its micro-batches {mean:.6g}: loss_fn "
+            'must be the mean over samples (reduction="mean", no weights by class, nothing left out); or use '
+            "--micro-batches 1"
+        )
+
+
+def _metas(metas: Sequence[TensorMeta]) -> tuple[torch.Tensor, ...]:
+    return tuple(empty(meta, "meta").requires_grad_(meta.requires_grad) for meta in metas)
+
+
+def _kind_of(schedule: str, order: Prepare, num_processes: int) -> Any:
+    """torch's schedule. A short batch may have too few micro-batches for the one that was set."""
+    from torch.distributed.pipelining import schedules
+
+    count = order.num_micro_batches
+    if schedule == "interleaved":
+        rounds = max(1, count // num_processes)
+        fits = order.trains and count % rounds == 0
+        return schedules.ScheduleInterleaved1F1B if fits else schedules.ScheduleLoopedBFS
+    fits = schedule == "1f1b" and order.trains and count >= num_processes
+    return schedules.Schedule1F1B if fits else schedules.ScheduleGPipe

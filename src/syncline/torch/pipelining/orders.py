@@ -1,0 +1,118 @@
+"""What the leader of a pipeline tells its stage processes, and what they answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and type of a tensor that travels between two stages."""
+
+    shape: list[int]
+    dtype: str
+    requires_grad: bool = False
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in shared memory. `index`: of a parameter or buffer of the whole model."""
+
+    index: int
+    block: int
+    offset: int
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """Shared memory; its file descriptor comes with the message."""
+
+    number: int
+    num_bytes: int
+
+
+class Cut(msgspec.Struct, frozen=True, tag=True):
+    """Where the model is cut: the number of the first layer of every part. `digest`: of the leader's model."""
+
+    firsts: list[int]
+    digest: str
+
+
+class Share(msgspec.Struct, frozen=True, tag=True):
+    """From now on these tensors lie there. `fills`: parameters whose values this process has and writes first."""
+
+    blocks: list[Block]
+    parameters: list[Place]
+    buffers: list[Place] = []
+    gradients: list[Place] = []
+    fills: list[int] = []
+    drops: list[int] = []  #: blocks that are used no more
+
+
+class Infer(msgspec.Struct, frozen=True, tag=True):
+    """Which tensors does this part of the model make of these?"""
+
+    part: int
+    inputs: list[TensorMeta]
+    autocast: str
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """A new kind of batch. `boundaries`: the tensors before each part, and after the last one."""
+
+    key: int
+    num_micro_batches: int
+    boundaries: list[list[TensorMeta]]
+    trains: bool
+    autocast: str
+    forgets: list[int] = []  #: earlier kinds that do not come again
+
+
+class Modes(msgspec.Struct, frozen=True, tag=True):
+    """Which modules, in the order of `model.modules()`, are in training mode."""
+
+    training: list[bool]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Forward, loss and backward of one batch. `keeps`: parameters whose gradients are added to."""
+
+    key: int
+    target: TensorMeta
+    scale: float
+    keeps: list[int] = []
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    """A forward without gradients; the last stage sends its output."""
+
+    key: int
+
+
+Order = Cut | Share | Infer | Prepare | Modes | Step | Evaluate
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Done."""
+
+
+class Inferred(msgspec.Struct, frozen=True, tag=True):
+    """The tensors that a part makes."""
+
+    outputs: list[TensorMeta]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step is made. `loss`: of the last stage, the mean. `touched`: parameters that have a gradient."""
+
+    loss: float
+    touched: list[int]
+    busy_seconds: float
+    seconds: float
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
+    """What the last stage sends; nothing from the others. `is_tuple`: the model gives several tensors."""
+
+    outputs: list[TensorMeta]
+    is_tuple: bool = False
+
+
+Answer = Ready | Inferred | Stepped | Evaluated
