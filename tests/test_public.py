@@ -20,7 +20,8 @@ def test_public_names() -> None:
     assert "seed_everything" in syncline.__all__
     assert issubclass(syncline.Stopped, SystemExit) and syncline.Stopped("why").code == 0
     assert all(hasattr(syncline, name) for name in syncline.__all__)
-    assert syncline.torch.__all__ == ["DataLoader", "DistributedOptimizer", "Schedule", "schedule"]
+    names = ["DataLoader", "DistributedOptimizer", "Pipeline", "Schedule", "deferred_init", "schedule"]
+    assert syncline.torch.__all__ == names
     assert "local_job" in syncline.testing.__all__
 
 

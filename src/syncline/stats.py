@@ -56,6 +56,20 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage + self.wait + self.pull
 
 
+class StageStats(msgspec.Struct, frozen=True):
+    """How busy one process of a pipeline was in all steps so far."""
+
+    stage: int  #: 0: the leader
+    num_steps: int
+    busy_seconds: float  #: in forwards and backwards
+    step_seconds: float  #: of the steps, from the beginning to the last stage's end
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the steps in which it computed; the rest is the schedule's bubble and messages."""
+        return self.busy_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
 class Wait(msgspec.Struct, frozen=True, array_like=True):
     """Who waits, for whom, since when."""
 

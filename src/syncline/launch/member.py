@@ -41,7 +41,9 @@ def member() -> int:
         _die_with_parent()
     if plan.folder and os.path.isdir(plan.folder):
         os.chdir(plan.folder)
-    num_sharing = _num_stages(plan) if keep_to_own_cores(plan) else plan.num_local_workers
+    num_sharing = plan.num_local_workers
+    if keep_to_own_cores(plan):
+        num_sharing = configuration.resolve(plan.file.given).stages if stages is not None else 1
     configuration.add_to_environment({**_threads(num_sharing), **plan.environment})
     threads.settle()
     code = play(plan, stages)
@@ -72,14 +74,12 @@ def _threads(num_workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, configuration.num_cores() // num_workers))}
 
 
-def _num_stages(plan: MemberPlan) -> int:
-    return configuration.resolve(plan.file.given).stages if plan.role == "worker" else 1
-
-
 def _fork_stages(plan: MemberPlan) -> StageProcesses | StagePlace | None:
     """With `--stages`: the other processes of this worker's pipeline; in one of them, its place."""
-    num_stages = _num_stages(plan)
-    return fork_stages(plan.name, num_stages, say(plan.name or "worker")) if num_stages > 1 else None
+    config = configuration.resolve(plan.file.given)
+    if plan.role != "worker" or config.stages == 1:
+        return None
+    return fork_stages(config, say(plan.name or "worker"))
 
 
 def play(plan: MemberPlan, stages: StageProcesses | StagePlace | None = None) -> int:

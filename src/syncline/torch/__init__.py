@@ -25,7 +25,8 @@ except ImportError as error:
 
 from syncline.torch.data import DataLoader
 from syncline.torch.optimizer import DistributedOptimizer
+from syncline.torch.pipelining.deferred import deferred_init
 from syncline.torch.pipelining.pipeline import Pipeline
 from syncline.torch.schedules import Schedule, schedule
 
-__all__ = ["DataLoader", "DistributedOptimizer", "Pipeline", "Schedule", "schedule"]
+__all__ = ["DataLoader", "DistributedOptimizer", "Pipeline", "Schedule", "deferred_init", "schedule"]

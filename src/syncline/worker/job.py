@@ -218,7 +218,8 @@ class Job:
         """`cuda:LOCAL_RANK` when there are at least as many GPUs as workers on this host, else `cpu`."""
         if self._device is None:
             members = self._handlers.rosters.newest.members
-            self._device = choose_device(self.config.device, members, self._me.host, self.local_rank)
+            said = self.config.device if self.stages is None else "cpu"
+            self._device = choose_device(said, members, self._me.host, self.local_rank)
             self.notice(f"computes on {self._device}")
         torch = sys.modules.get("torch")
         return torch.device(self._device) if torch is not None else self._device

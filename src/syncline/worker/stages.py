@@ -30,8 +30,8 @@ from syncline import errors
 from syncline.config import JobConfig
 from syncline.errors import ConfigError, ConnectionLost, SynclineError
 
-#: Between two signs of life, and the silence after which a stage process counts as dead.
-BEAT_SECONDS, SILENT_SECONDS = 0.25, 10.0
+#: Between two signs of life.
+BEAT_SECONDS = 0.25
 _BEAT = b"."
 _MOST_BYTES = 1 << 30
 _MOST_TEXT = 60_000
@@ -96,9 +96,14 @@ class StageProcess:
 class StageProcesses:
     """The leader's stage processes, and a thread that watches them."""
 
-    def __init__(self, processes: Sequence[StageProcess], store_fd: int, say: Callable[[str], None]) -> None:
-        """`store_fd`: memory in which the processes of this pipeline find each other."""
-        self.processes, self.store_fd, self._say = list(processes), store_fd, say
+    def __init__(
+        self, processes: Sequence[StageProcess], store_fd: int, say: Callable[[str], None], silent_seconds: float
+    ) -> None:
+        """`store_fd`: memory in which the processes of this pipeline find each other. `silent_seconds`: without a
+        sign of life from a stage process, until it counts as dead.
+        """
+        self.processes, self.store_fd = list(processes), store_fd
+        self._say, self._silent_seconds = say, silent_seconds
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         threading.Thread(target=self._watch, name="stages", daemon=True).start()
@@ -134,10 +139,12 @@ class StageProcesses:
                 if not self._hear(alive[fd], now):
                     del alive[fd]
             for process in alive.values():
-                if now - process.heard > SILENT_SECONDS:
+                if now - process.heard > self._silent_seconds:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
-                    self._die(f"stage {process.number} (process {process.pid}) was silent for {SILENT_SECONDS:g} s")
+                    self._die(
+                        f"stage {process.number} (process {process.pid}) was silent for {self._silent_seconds:g} s"
+                    )
 
     def _hear(self, process: StageProcess, now: float) -> bool:
         """Takes a sign of life or the reason of an end; False at the end."""
@@ -252,6 +259,12 @@ class StageJob:
         torch = sys.modules.get("torch")
         return torch.device("cpu") if torch is not None else "cpu"
 
+    def __enter__(self) -> StageJob:
+        return self
+
+    def __exit__(self, *caught: object) -> None:
+        """The leader leaves the job."""
+
     def notice(self, text: str, *, is_own: bool = False) -> None:
         """The leader tells."""
 
@@ -264,7 +277,7 @@ class StageJob:
         )
 
 
-def fork_stages(name: str, num_stages: int, say: Callable[[str], None]) -> StageProcesses | StagePlace:
+def fork_stages(config: JobConfig, say: Callable[[str], None]) -> StageProcesses | StagePlace:
     """Forks the stage processes of this worker: the leader's view of them, or in a stage process its place.
 
     Call it before this process has threads, and before torch has computed anything.
@@ -274,7 +287,7 @@ def fork_stages(name: str, num_stages: int, say: Callable[[str], None]) -> Stage
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # they end with this worker's group
     store_fd = os.memfd_create("stages", 0)
-    pairs = [(socket.socketpair(), socket.socketpair(type=socket.SOCK_SEQPACKET)) for _ in range(1, num_stages)]
+    pairs = [(socket.socketpair(), socket.socketpair(type=socket.SOCK_SEQPACKET)) for _ in range(1, config.stages)]
     processes = []
     for number, (orders, pulse) in enumerate(pairs, 1):
         pid = os.fork()
@@ -285,12 +298,12 @@ def fork_stages(name: str, num_stages: int, say: Callable[[str], None]) -> Stage
                     if other != number:
                         pair[1].close()
             _die_with_parent()
-            return StagePlace(number, num_stages, orders[1], pulse[1], store_fd)
+            return StagePlace(number, config.stages, orders[1], pulse[1], store_fd)
         processes.append(StageProcess(number, pid, orders[0], pulse[0]))
     for orders, pulse in pairs:
         orders[1].close()
         pulse[1].close()
-    return StageProcesses(processes, store_fd, say)
+    return StageProcesses(processes, store_fd, say, config.longest_deadline_seconds)
 
 
 def _die_with_parent() -> None:

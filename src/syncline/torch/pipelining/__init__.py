@@ -2,7 +2,11 @@
 
 # Layout, in reading order.
 #
-# pipeline          Pipeline: the whole model, as the script sees it; cuts it, and drives the stage processes
+# pipeline          Pipeline: the whole model, as the script sees it
+# cutting           where a model is cut
+# deferred          deferred_init: a model that is built without memory
+# leading           the leader of a pipeline, which drives the stage processes
+# holding           the tensors of a model by number, and which of them a process has
 # orders            what the leader of a pipeline tells its stage processes
 # shared            parameters, buffers and gradients that the processes of a pipeline share
 # engine            this process's stages under torch.distributed.pipelining

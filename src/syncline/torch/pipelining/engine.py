@@ -13,7 +13,7 @@ import torch.distributed
 
 from syncline import config as configuration
 from syncline.errors import ConfigError
-from syncline.torch.pipelining.orders import Prepare, TensorMeta
+from syncline.torch.pipelining.orders import PrepareBatches, TensorMeta
 
 dist: Any = torch.distributed  # its types are incomplete
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -71,7 +71,7 @@ def infer(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> 
         return describe(output)
 
 
-class Prepared(NamedTuple):
+class PreparedSchedule(NamedTuple):
     """A kind of batch: its schedule, and how many micro-batches it has."""
 
     schedule: Any
@@ -87,7 +87,7 @@ class Engine:
     ) -> None:
         """`parts`: this process's, by number."""
         self.parts, self._num_parts, self._loss_fn, self._schedule = dict(parts), num_parts, loss_fn, schedule
-        self._prepared: dict[int, Prepared] = {}
+        self._prepared: dict[int, PreparedSchedule] = {}
         self._scale, self._mean = 1.0, 1
         self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
         self.busy_seconds = 0.0  # in forwards and backwards since the last step began
@@ -110,7 +110,7 @@ class Engine:
             "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
         )
 
-    def prepare(self, order: Prepare) -> None:
+    def prepare(self, order: PrepareBatches) -> None:
         """Makes the schedule for a new kind of batch."""
         from torch.distributed.pipelining import PipelineStage
 
@@ -134,7 +134,7 @@ class Engine:
         kind = _kind_of(self._schedule, order, dist.get_world_size())
         given = stages[0] if len(stages) == 1 else stages
         schedule = kind(given, order.num_micro_batches, loss_fn=loss, scale_grads=False)
-        self._prepared[order.key] = Prepared(schedule, order.num_micro_batches, order.autocast)
+        self._prepared[order.key] = PreparedSchedule(schedule, order.num_micro_batches, order.autocast)
 
     def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -205,7 +205,7 @@ def _metas(metas: Sequence[TensorMeta]) -> tuple[torch.Tensor, ...]:
     return tuple(empty(meta, "meta").requires_grad_(meta.requires_grad) for meta in metas)
 
 
-def _kind_of(schedule: str, order: Prepare, num_processes: int) -> Any:
+def _kind_of(schedule: str, order: PrepareBatches, num_processes: int) -> Any:
     """torch's schedule. A short batch may have too few micro-batches for the one that was set."""
     from torch.distributed.pipelining import schedules
 

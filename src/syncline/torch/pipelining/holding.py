@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from syncline.torch.pipelining.deferred import materialise, replace
+
 
 class Tensors:
     """Parameters and buffers of the whole model, numbered alike in all processes; tied ones have one number."""
@@ -31,12 +33,18 @@ def _move(tensors: Sequence[torch.Tensor], places: Mapping[int, torch.Tensor], f
         for index, place in places.items():
             if fill:
                 place.copy_(tensors[index])
-            tensors[index].data = place
+            replace(tensors[index], place)
 
 
 class Holdings:
     """What the parts of one process consist of, by number."""
 
     def __init__(self, tensors: Tensors, parts: Sequence[torch.nn.Module]) -> None:
+        self._tensors = tensors
         self.parameters = sorted({tensors.number_of[id(p)] for part in parts for p in part.parameters()})
         self.buffers = sorted({tensors.number_of_buffer[id(b)] for part in parts for b in part.buffers()})
+
+    def materialise(self) -> None:
+        """Makes those that were built without memory."""
+        parameters = [self._tensors.parameters[index] for index in self.parameters]
+        materialise([*parameters, *(self._tensors.buffers[index] for index in self.buffers)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +11,9 @@ import torch.distributed
 
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
+from syncline.stats import StageStats
 from syncline.torch.pipelining.cutting import Layers, digest
+from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import (
     Engine,
     LossFunction,
@@ -30,12 +33,12 @@ from syncline.torch.pipelining.orders import (
     Modes,
     Order,
     Place,
-    Prepare,
+    PrepareBatches,
     Ready,
-    Share,
-    Step,
+    ShareTensors,
     Stepped,
     TensorMeta,
+    TrainStep,
 )
 from syncline.torch.pipelining.shared import SharedBlocks, layout
 from syncline.worker.arrays import Bytes
@@ -73,6 +76,8 @@ class StageLeader:
         self._holdings = [Holdings(self._tensors, parts[number::size]) for number in range(size)]
         self._engine = Engine({n: parts[n] for n in range(0, count, size)}, count, loss_fn, job.config.schedule)
         self._count, self._size = count, size
+        self._holdings[0].materialise()
+        forget()
         self._modules = list(layers.model.modules())
         self._modes: list[bool] = []
         self._kinds: dict[_Kind, int] = {}
@@ -80,6 +85,7 @@ class StageLeader:
         self._told: list[dict[int, Place]] = [{} for _ in range(size)]
         self._sent_blocks: list[set[int]] = [set() for _ in range(size)]
         self._gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(size)]
+        self._busy_seconds, self._step_seconds, self._num_steps = [0.0] * size, 0.0, 0
         self._share()
         self._engine.join(0, size, self._stages.store_fd, job.config.wait_seconds)
 
@@ -139,7 +145,7 @@ class StageLeader:
     ) -> None:
         used = {place.block for place in (*parameters, *buffers, *gradients)} - self._sent_blocks[number]
         blocks, fds = self._blocks.describe(used)
-        order = Share(blocks, parameters, list(buffers), list(gradients), list(fills), list(drops))
+        order = ShareTensors(blocks, parameters, list(buffers), list(gradients), list(fills), list(drops))
         self._send(self._processes[number - 1], order, fds)
         self._sent_blocks[number] |= used
         self._told[number].update((place.index, place) for place in parameters)
@@ -208,7 +214,7 @@ class StageLeader:
         for part in range(self._count):
             boundaries.append(self._infer(part, boundaries[-1], kind.autocast))
         forgets = [self._kinds.pop(next(iter(self._kinds))) for _ in range(len(self._kinds) + 1 - _MOST_KINDS)]
-        order = Prepare(self._next_kind, count, boundaries, trains, kind.autocast, forgets)
+        order = PrepareBatches(self._next_kind, count, boundaries, trains, kind.autocast, forgets)
         self._next_kind += 1
         for process in self._processes:
             self._send(process, order)
@@ -226,20 +232,31 @@ class StageLeader:
 
     def step(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, count: int, scale: float) -> float:
         """A batch through all stages; its mean loss. The gradients of all stages are in the leader's parameters."""
+        began = time.perf_counter()
         self._follow_moves()
         self._tell_modes()
         key = self._kind_of(inputs, count, trains=True)
         target = target.detach().contiguous()
         meta = describe([target])[0]
         for number, process in enumerate(self._processes, 1):
-            self._send(process, Step(key, meta, scale, self._kept(number)))
+            self._send(process, TrainStep(key, meta, scale, self._kept(number)))
         loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
         for number, process in enumerate(self._processes, 1):
             answer = self._answer(process, Stepped)
             loss = answer.loss if (self._count - 1) % self._size == number else loss
             self._take_gradients(number, answer.touched)
+            self._busy_seconds[number] += answer.busy_seconds
+        self._busy_seconds[0] += self._engine.busy_seconds
+        self._step_seconds += time.perf_counter() - began
+        self._num_steps += 1
         assert loss is not None
         return loss
+
+    def stats(self) -> tuple[StageStats, ...]:
+        return tuple(
+            StageStats(number, self._num_steps, busy, self._step_seconds)
+            for number, busy in enumerate(self._busy_seconds)
+        )
 
     def _run(self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor, scale: float) -> float | None:
         last = (self._count - 1) % self._size

@@ -35,7 +35,7 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
-class Share(msgspec.Struct, frozen=True, tag=True):
+class ShareTensors(msgspec.Struct, frozen=True, tag=True):
     """From now on these tensors lie there. `fills`: parameters whose values this process has and writes first."""
 
     blocks: list[Block]
@@ -54,7 +54,7 @@ class Infer(msgspec.Struct, frozen=True, tag=True):
     autocast: str
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True):
+class PrepareBatches(msgspec.Struct, frozen=True, tag=True):
     """A new kind of batch. `boundaries`: the tensors before each part, and after the last one."""
 
     key: int
@@ -71,7 +71,7 @@ class Modes(msgspec.Struct, frozen=True, tag=True):
     training: list[bool]
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class TrainStep(msgspec.Struct, frozen=True, tag=True):
     """Forward, loss and backward of one batch. `keeps`: parameters whose gradients are added to."""
 
     key: int
@@ -86,7 +86,7 @@ class Evaluate(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
-Order = Cut | Share | Infer | Prepare | Modes | Step | Evaluate
+Order = Cut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -100,12 +100,14 @@ class Inferred(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """A step is made. `loss`: of the last stage, the mean. `touched`: parameters that have a gradient."""
+    """A step is made. `loss`: of the last stage, the mean. `touched`: parameters that have a gradient.
+
+    `busy_seconds`: in forwards and backwards.
+    """
 
     loss: float
     touched: list[int]
     busy_seconds: float
-    seconds: float
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):

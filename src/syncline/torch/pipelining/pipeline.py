@@ -10,7 +10,9 @@ import torch
 from syncline.core.stages import num_micro_batches, num_parts, wanted_micro_batches
 from syncline.errors import ConfigError
 from syncline.net.memory import aligned_zeros
+from syncline.stats import StageStats
 from syncline.torch.pipelining.cutting import Chain, Layers
+from syncline.torch.pipelining.deferred import forget, materialise
 from syncline.torch.pipelining.engine import LossFunction, check_mean, scaled_loss
 from syncline.torch.pipelining.leading import StageLeader
 from syncline.torch.pipelining.serving import serve
@@ -57,6 +59,9 @@ class Pipeline(torch.nn.Module):
         if self._job.stages is not None:
             layers = Layers(self.model, stages)
             self._leader = StageLeader(self._job, layers, layers.firsts(num_parts(config)), loss_fn)
+        else:
+            materialise([*self.model.parameters(), *self.model.buffers()])
+            forget()
 
     # -- a module with the names of the whole model -------------------------------------------------------
 
@@ -130,6 +135,10 @@ class Pipeline(torch.nn.Module):
             found = ", ".join(str(tuple(one.shape)) for one in given)
             raise ConfigError(f"Pipeline.step: inputs and target must have as many samples each, not {found}")
         return list(given)
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """How busy each process of this pipeline was in its steps; nothing in one process."""
+        return self._leader.stats() if self._leader is not None else ()
 
     # -- evaluation ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch.distributed
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.torch.pipelining.cutting import Layers, digest
+from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import Engine, LossFunction, as_tuple, describe, empty, infer
 from syncline.torch.pipelining.holding import Holdings, Tensors
 from syncline.torch.pipelining.orders import (
@@ -23,11 +24,11 @@ from syncline.torch.pipelining.orders import (
     Inferred,
     Modes,
     Order,
-    Prepare,
+    PrepareBatches,
     Ready,
-    Share,
-    Step,
+    ShareTensors,
     Stepped,
+    TrainStep,
 )
 from syncline.torch.pipelining.shared import MappedBlocks
 from syncline.worker.stages import StageJob
@@ -72,6 +73,8 @@ class StageServer:
         self._engine = Engine(own, count, loss_fn, job.config.schedule)
         self._tensors = Tensors(layers.model)
         self._holdings = Holdings(self._tensors, list(own.values()))
+        self._holdings.materialise()
+        forget()
         self._modules = list(layers.model.modules())
         self._blocks = MappedBlocks()
         self._has_joined = False
@@ -83,20 +86,20 @@ class StageServer:
             parameter = self._tensors.parameters[index]
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._touched.add(index))
-        # Else all stages would draw the same numbers.
-        torch.manual_seed((torch.initial_seed() + self._number) % (1 << 63))
+        # Else all stages of all pipelines would draw the same numbers.
+        torch.manual_seed((torch.initial_seed() + self._number + 1009 * job.rank) % (1 << 63))
 
     def obey(self, order: Order, fds: list[int]) -> Answer | None:
-        if isinstance(order, Share):
+        if isinstance(order, ShareTensors):
             return self._share(order, fds)
         if isinstance(order, Infer):
             return Inferred(infer(self._engine.parts[order.part], order.inputs, order.autocast))
-        if isinstance(order, Prepare):
+        if isinstance(order, PrepareBatches):
             self._engine.prepare(order)
         elif isinstance(order, Modes):
             for module, training in zip(self._modules, order.training, strict=True):
                 module.training = training
-        elif isinstance(order, Step):
+        elif isinstance(order, TrainStep):
             return self._step(order)
         elif isinstance(order, Evaluate):
             return self._evaluate(order)
@@ -111,7 +114,7 @@ class StageServer:
             dist.send(tensor.contiguous(), 0)
         self._output = ()
 
-    def _share(self, order: Share, fds: list[int]) -> Answer:
+    def _share(self, order: ShareTensors, fds: list[int]) -> Answer:
         self._blocks.add(order.blocks, fds)
         parameters = self._tensors.parameters
         views = {place.index: self._blocks.view(place, parameters[place.index]) for place in order.parameters}
@@ -127,13 +130,13 @@ class StageServer:
         if not self._has_joined:  # at the first time: what this process does not compute with
             kept = set(self._holdings.parameters)
             for index, parameter in enumerate(parameters):
-                if index not in kept:
+                if index not in kept and not parameter.is_meta:
                     parameter.data = torch.empty(0, dtype=parameter.dtype)
         self._blocks.drop(order.drops)
         return Ready()
 
-    def _step(self, order: Step) -> Stepped:
-        began, keeps = time.perf_counter(), set(order.keeps)
+    def _step(self, order: TrainStep) -> Stepped:
+        keeps = set(order.keeps)
         parameters = self._tensors.parameters
         self._touched.clear()
         for index, view in self._gradients.items():
@@ -146,8 +149,7 @@ class StageServer:
             dist.recv(target, 0)
         loss = self._engine.step(order.key, (), target, order.scale)
         self._look_at_buffers()
-        seconds = time.perf_counter() - began
-        return Stepped(loss or 0.0, sorted(self._touched), self._engine.busy_seconds, seconds)
+        return Stepped(loss or 0.0, sorted(self._touched), self._engine.busy_seconds)
 
     def _look_at_buffers(self) -> None:
         """A module may have replaced a buffer's tensor, or its memory."""
