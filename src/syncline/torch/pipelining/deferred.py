@@ -89,12 +89,11 @@ class Tape:
             )
         )
 
-    def record_truncated(self, tensor: torch.Tensor, **options: float) -> None:
-        """`trunc_normal_`, which looks at what it has drawn, and does nothing to a tensor without memory."""
+    def record_whole(self, function: Any, tensor: torch.Tensor, options: dict[str, Any]) -> None:
+        """A function that does nothing to a tensor without memory, as one operation."""
         self._storages[_number(tensor)] = tensor.untyped_storage()
         number = frozenset([_number(tensor)])
-        draw = torch.nn.init.trunc_normal_
-        self._calls.append(_Call(draw, (_view(tensor),), options, number, number, (), True, self._new_state()))
+        self._calls.append(_Call(function, (_view(tensor),), options, number, number, (), True, self._new_state()))
 
     def _new_state(self) -> torch.Tensor | None:
         """The state of the generator, where the script has set it since the last call."""
@@ -171,7 +170,7 @@ def _described(given: Any) -> Any:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +185,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _LookOut(TorchFunctionMode):
-    """torch's `trunc_normal_` asks whether its tensor has memory, and else returns at once. Hears the question."""
+    """Some of `torch.nn.init` ask whether their tensor has memory, and else return at once. Hears the question."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -195,11 +194,12 @@ class _LookOut(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
             frame = sys._getframe(1)
-            if frame.f_code is getattr(torch.nn.init, "_no_grad_trunc_normal_", torch.nn.init.trunc_normal_).__code__:
-                said = frame.f_locals
-                if said.get("generator") is not None:
+            if frame.f_globals.get("__name__") == torch.nn.init.__name__:
+                _, *names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+                options = {name: frame.f_locals[name] for name in names}
+                if options.pop("generator", None) is not None:
                     raise ConfigError(_NO_GENERATOR)
-                self._tape.record_truncated(args[0], **{name: said[name] for name in ("mean", "std", "a", "b")})
+                self._tape.record_whole(getattr(torch.nn.init, frame.f_code.co_name), args[0], options)
         return func(*args, **(kwargs or {}))
 
 
@@ -228,7 +228,8 @@ def materialise(tensors: Sequence[torch.Tensor]) -> None:
         if wanted:
             for tensor, value in zip(wanted, tape.replay(wanted), strict=True):
                 replace(tensor, value)
-    if lost := next((tensor for tensor in tensors if tensor.is_meta), None):
+    lost = next((tensor for tensor in tensors if tensor.is_meta), None)
+    if lost is not None:
         raise ConfigError(
             f"Pipeline: a tensor of shape {tuple(lost.shape)} is on the meta device and was not made in "
             "`with syncline.torch.deferred_init():`: there are no values for it"

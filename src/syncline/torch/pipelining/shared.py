@@ -56,7 +56,7 @@ class SharedBlocks:
         return Place(index, number, address - start) if end <= start + self._blocks[number].num_bytes else None
 
     def view(self, place: Place, like: torch.Tensor) -> torch.Tensor:
-        return as_tensor(self._blocks[place.block].array, place.offset, like.shape, like.dtype)
+        return _view(self._blocks[place.block].array, place, like)
 
     def describe(self, numbers: Iterable[int]) -> tuple[list[Block], list[int]]:
         """These blocks, and their file descriptors."""
@@ -82,8 +82,14 @@ class MappedBlocks:
             os.close(fd)
 
     def view(self, place: Place, like: torch.Tensor) -> torch.Tensor:
-        return as_tensor(self._arrays[place.block], place.offset, like.shape, like.dtype)
+        return _view(self._arrays[place.block], place, like)
 
     def drop(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._arrays.pop(number, None)
+
+
+def _view(block: Bytes, place: Place, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with a storage of its own, so that `torch.save` writes it alone, beside others of other types."""
+    own = block[place.offset : place.offset + like.numel() * like.dtype.itemsize]
+    return as_tensor(own, 0, like.shape, like.dtype)
