@@ -51,24 +51,37 @@ def autocast_now() -> str:
 
 
 def infer(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> list[TensorMeta]:
-    """The tensors that a part of the model makes, without computing them."""
+    """The tensors that a part of the model makes: found without computing them, if its code does not read values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad(), autocast(dtype):
-        named = [*module.named_parameters(), *module.named_buffers()]
-        state: dict[str, torch.Tensor] = {name: fake.from_tensor(tensor) for name, tensor in named}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            output = _forward(module, {name: fake.from_tensor(tensor) for name, tensor in named}, inputs, dtype)
+    except Exception:  # whatever it is: the real forward says better what is wrong
+        with torch.random.fork_rng(devices=[]):
+            output = _forward(
+                module, {name: tensor.clone() for name, tensor in module.named_buffers()}, inputs, dtype
+            )
+    if not all(isinstance(one, torch.Tensor) for one in output):
+        names = ", ".join(sorted({type(one).__name__ for one in output}))
+        raise ConfigError(
+            f"Pipeline: a stage ({type(module).__name__}) returns {names}: stages pass tensors, or tuples of "
+            "tensors; cut the model elsewhere, or give stages=[...] that do"
+        )
+    return describe(output)
+
+
+def _forward(
+    module: torch.nn.Module, state: dict[str, torch.Tensor], inputs: Sequence[TensorMeta], dtype: str
+) -> tuple[Any, ...]:
+    """The output of zeros; `state` takes the place of parameters and buffers."""
+    with torch.enable_grad(), autocast(dtype):
         given = []
         for meta in inputs:
-            tensor = empty(meta)
+            tensor = empty(meta).zero_()
             given.append(tensor.requires_grad_() if meta.requires_grad else tensor)
-        output = as_tuple(torch.func.functional_call(module, state, tuple(given)))
-        if not all(isinstance(one, torch.Tensor) for one in output):
-            names = ", ".join(sorted({type(one).__name__ for one in output}))
-            raise ConfigError(
-                f"Pipeline: a stage ({type(module).__name__}) returns {names}: stages pass tensors, or tuples of "
-                "tensors; cut the model elsewhere, or give stages=[...] that do"
-            )
-        return describe(output)
+        return as_tuple(torch.func.functional_call(module, state, tuple(given)))
 
 
 class PreparedSchedule(NamedTuple):

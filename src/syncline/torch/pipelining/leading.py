@@ -78,7 +78,7 @@ class StageLeader:
         self._count, self._size = count, size
         self._holdings[0].materialise()
         forget()
-        self._modules = list(layers.model.modules())
+        self._all_modules = list(layers.model.modules())
         self._modes: list[bool] = []
         self._kinds: dict[_Kind, int] = {}
         self._next_kind = 0
@@ -196,7 +196,7 @@ class StageLeader:
         return answer
 
     def _tell_modes(self) -> None:
-        modes = [module.training for module in self._modules]
+        modes = [module.training for module in self._all_modules]
         if modes != self._modes:
             self._modes = modes
             for process in self._processes:

@@ -75,7 +75,7 @@ class StageServer:
         self._holdings = Holdings(self._tensors, list(own.values()))
         self._holdings.materialise()
         forget()
-        self._modules = list(layers.model.modules())
+        self._all_modules = list(layers.model.modules())
         self._blocks = MappedBlocks()
         self._has_joined = False
         self._gradients: dict[int, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class StageServer:
         if isinstance(order, PrepareBatches):
             self._engine.prepare(order)
         elif isinstance(order, Modes):
-            for module, training in zip(self._modules, order.training, strict=True):
+            for module, training in zip(self._all_modules, order.training, strict=True):
                 module.training = training
         elif isinstance(order, TrainStep):
             return self._step(order)
