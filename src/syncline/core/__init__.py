@@ -16,6 +16,7 @@ ring               what a ring needs besides: derived settings, votes, which ser
 leasing/           which worker reads which samples
 checkpoint/        checkpoints, without their bytes
 codecs/            how numbers travel in fewer bytes
+pipelining/        model parallelism: costs, schedules, a step simulated, the best stages, when to plan again
 metrics            reports merged into readings
 conditions         `--stop` and similar expressions, parsed
 stopping           stop rules, evaluated
