@@ -32,6 +32,9 @@ COMMANDS = {
     "scale": Command("Gives a running job more or fewer workers or servers.", "status"),
     "pace": Command("Slows, holds or releases a worker of a running job.", "pace"),
     "chaos": Command("Runs a job while it kills its members.", "chaos", runs_script=True),
+    "plan-stages": Command(
+        "Shows how a script's Pipeline would be cut into stages.", "plan_stages", runs_script=True
+    ),
     "doctor": Command("Checks what jobs need on this machine.", "doctor"),
     "bench": Command("Measures speed and memory on this machine.", "bench"),
     "checkpoint": Command("Looks at checkpoints, verifies, prunes and exports them.", "checkpoint"),

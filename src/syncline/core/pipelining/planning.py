@@ -369,9 +369,9 @@ def _why_nothing_fits(costs: ModelCosts, request: PlanRequest, refused: Sequence
         remedies.append("more micro-batches")
     remedies.append("activation checkpointing")
     return (
-        f"{counted(num_workers, 'stage')} {'does' if num_workers == 1 else 'do'} not fit into memory: with the cut that "
-        f"comes closest {worker} needs "
-        f"{size(needed)} and has {size(limit)}; use {', '.join(remedies[:-1])} or {remedies[-1]}"
+        f"{counted(num_workers, 'stage')} {'does' if num_workers == 1 else 'do'} not fit into memory: with the cut "
+        f"that comes closest {worker} needs {size(needed)} and has {size(limit)}; use "
+        f"{', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 
 
