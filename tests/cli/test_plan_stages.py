@@ -12,12 +12,16 @@ import pytest
 from syncline.core.pipelining.planning import Plan
 
 SCRIPT = """
-import sys, torch
-from syncline.torch.pipelining.plan_only import answer_if_asked
+import sys, torch, syncline
+from syncline.torch import DistributedOptimizer, Pipeline
 print("the script speaks", sys.argv[1:])
+job = syncline.init()
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+pipe = Pipeline(model, torch.nn.functional.mse_loss)
+opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
 if "--nothing" not in sys.argv:
-    answer_if_asked(model, torch.nn.functional.mse_loss, (torch.randn(16, 8),), torch.randn(16, 8))
+    pipe.step(torch.randn(16, 8), torch.randn(16, 8))
+    print("it trains")
 """
 
 

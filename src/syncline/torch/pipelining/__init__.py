@@ -11,6 +11,6 @@
 # shared            parameters, buffers and gradients that the processes of a pipeline share
 # engine            this process's stages under torch.distributed.pipelining
 # serving           a stage process after its Pipeline is made
-# layers       a model as layers that can be cut apart
-# profile      what the layers cost, measured
-# plan_only    `syncline plan-stages`
+# layers            a model as layers that can be cut apart
+# profile           what the layers cost, measured
+# plan_only         `syncline plan-stages`

@@ -15,6 +15,7 @@ from syncline.torch.pipelining.cutting import Chain, Layers
 from syncline.torch.pipelining.deferred import forget, materialise
 from syncline.torch.pipelining.engine import LossFunction, check_mean, scaled_loss
 from syncline.torch.pipelining.leading import StageLeader
+from syncline.torch.pipelining.plan_only import answer_if_asked
 from syncline.torch.pipelining.serving import serve
 from syncline.worker.arrays import Bytes
 from syncline.worker.current import current_job, stage_job
@@ -48,6 +49,7 @@ class Pipeline(torch.nn.Module):
         if stages is not None and (not stages or not all(isinstance(one, torch.nn.Module) for one in stages)):
             raise ConfigError("Pipeline: stages must be a list of torch.nn.Modules")
         self.model = model if model is not None else Chain(*cast(Sequence[torch.nn.Module], stages))
+        self._given_stages = tuple(stages or ())
         self._loss_fn, self._has_checked_loss = loss_fn, False
         self._leader: StageLeader | None = None
         place = stage_job()
@@ -97,6 +99,8 @@ class Pipeline(torch.nn.Module):
         Gradients are added to those that are there, as `loss.backward()` does. `scaler`: its scale is on them.
         """
         *inputs, target = self._checked(given)
+        whole = None if self._given_stages else self.model
+        answer_if_asked(whole, self._loss_fn, inputs, target, stages=self._given_stages)
         count = num_micro_batches(inputs[0].shape[0], self._num_wanted)
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
         if self._leader is not None:

@@ -10,7 +10,6 @@ import torch
 
 from syncline.core.pipelining.costs import Device, Link, Links, ModelCosts
 from syncline.core.pipelining.planning import Plan, PlanRequest, plan_stages
-from syncline.torch.pipelining.profile import profile_model
 
 #: gloo between two processes of a host, and what torch.distributed.pipelining does around each forward and backward.
 LOOPBACK, ACTION_SECONDS = Link(bytes_per_second=1.5e9, latency_seconds=2e-4), 3e-4
@@ -72,6 +71,8 @@ def answer_if_asked(
     """Does nothing in a run. Under `syncline plan-stages`: profiles, plans, and raises PlanMade."""
     if _question is None:
         return
+    from syncline.torch.pipelining.profile import profile_model  # loads torch's tracing, which no run needs
+
     costs = profile_model(
         model, loss_fn, example, target, cut_before=cut_before, stages=stages, threads=_question.threads
     )
