@@ -156,7 +156,7 @@ def test_scripts_that_cannot_be_a_pipeline_are_refused(commands: Any) -> None:
         """
     )
     result = commands.run("run", "-w", "2", "--stages", "2", "--max-restarts", "0", few)
-    assert result.code != 0 and "is to be cut into 2 parts and has 1 layers" in result.output, result.output
+    assert result.code != 0 and "2 parts need as many layers, and the model has 1" in result.output, result.output
 
 
 @pytest.mark.slow

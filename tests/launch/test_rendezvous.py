@@ -62,7 +62,7 @@ def test_several_hosts_without_an_address_are_an_error_that_says_how_to_give_one
 
 def test_several_hosts_without_a_secret_are_an_error_that_says_how_to_make_one() -> None:
     with pytest.raises(WrongLauncher, match=r"hands them no secret; make one with \(umask 077; openssl rand"):
-        ranks._secret(FAR)
+        ranks.secret_of(FAR)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_a_file_that_is_no_secret_is_refused(tmp_path: pathlib.Path, content: st
 
 
 def test_the_secret_of_one_host_is_for_its_user_only_and_is_replaced_and_removed(tmp_path: pathlib.Path) -> None:
-    assert ranks._secret(HERE) is None
+    assert ranks.secret_of(HERE) is None
     path = rendezvous.own_token_path(HERE)
     rendezvous.write_token(path, b"4" * 32)
     rendezvous.write_token(path, SECRET)
     modes = [stat.S_IMODE(os.stat(each).st_mode) for each in (path, path.parent)]
-    assert ranks._secret(HERE) == SECRET and modes == [0o600, 0o700]
+    assert ranks.secret_of(HERE) == SECRET and modes == [0o600, 0o700]
     rendezvous.remove_token(path, b"4" * 32)
     assert path.exists(), "a later start has put its own there"
     rendezvous.remove_token(path, SECRET)

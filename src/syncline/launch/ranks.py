@@ -105,7 +105,7 @@ def _find(world: StartedRanks, given: dict[str, Any]) -> JobFile:
     seconds = configuration.resolve(given).start_seconds
     until, refused, ports = time.monotonic() + seconds, set[str](), list[int]()
     while True:
-        if (secret := _secret(world)) is not None:
+        if (secret := secret_of(world)) is not None:
             meeting = rendezvous.meeting_of(secret, world.run, given)
             ports = meeting.ports
             if (file := rendezvous.find(meeting, host, given, refused)) is not None:
@@ -115,7 +115,7 @@ def _find(world: StartedRanks, given: dict[str, Any]) -> JobFile:
         time.sleep(AGAIN_SECONDS)
 
 
-def _secret(world: StartedRanks) -> bytes | None:
+def secret_of(world: StartedRanks) -> bytes | None:
     """The secret of the ranks; None: rank 0 has not made it yet."""
     if said := configuration.token_file():
         return rendezvous.read_token(pathlib.Path(said))
@@ -139,7 +139,7 @@ class HostProcess:
     def _start(self, world: StartedRanks, given: dict[str, Any], host: str) -> JobFile:
         config, script, token_path = configuration.resolve(given), own_script(), ""
         if configuration.token_file() or not world.is_here:
-            secret = _secret(world) or b""
+            secret = secret_of(world) or b""
         else:
             secret, token_path = secrets.token_hex(32).encode(), str(rendezvous.own_token_path(world))
         meeting = rendezvous.meeting_of(secret, world.run, given)

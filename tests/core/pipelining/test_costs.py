@@ -6,8 +6,8 @@ import pytest
 
 from syncline.core.pipelining.costs import (
     Device,
+    DeviceLink,
     LayerCosts,
-    Link,
     LinkBetween,
     Links,
     MeasuredBatch,
@@ -55,8 +55,8 @@ def test_a_tied_parameter_counts_once_in_a_stage() -> None:
 
 
 def test_a_link_that_is_named_goes_both_ways() -> None:
-    slow = Link(bytes_per_second=1e6, latency_seconds=0.5)
-    links = Links(default=Link(bytes_per_second=1e9), between=(LinkBetween(one="a", two="b", link=slow),))
+    slow = DeviceLink(bytes_per_second=1e6, latency_seconds=0.5)
+    links = Links(default=DeviceLink(bytes_per_second=1e9), between=(LinkBetween(one="a", two="b", link=slow),))
     assert links.of("a", "b") is slow and links.of("b", "a") is slow
     assert links.of("a", "c").seconds(1e9) == 1.0 and slow.seconds(1e6) == 1.5
 
@@ -67,4 +67,4 @@ def test_what_cannot_be_is_an_error_with_its_name() -> None:
     with pytest.raises(ConfigError, match="worker-1: memory = -1"):
         Device(name="worker-1", memory_bytes=-1)
     with pytest.raises(ConfigError, match="a link needs a bandwidth above 0"):
-        Link(bytes_per_second=0.0)
+        DeviceLink(bytes_per_second=0.0)

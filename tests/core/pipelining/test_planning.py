@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from syncline.core.pipelining.costs import (
     Device,
+    DeviceLink,
     LayerCosts,
-    Link,
     LinkBetween,
     Links,
     MeasuredBatch,
@@ -86,8 +86,8 @@ def test_a_slow_link_is_put_where_little_crosses() -> None:
     layers = list(costs.measured[1].layers)
     layers[0] = dataclasses.replace(layers[0], output_bytes=64_000_000)
     costs = ModelCosts(measured=(MeasuredBatch(num_samples=64, layers=tuple(layers)),))
-    pair = LinkBetween(one="worker-0", two="worker-1", link=Link(bytes_per_second=1e7))
-    slow = Links(default=Link(bytes_per_second=1e10), between=(pair,))
+    pair = LinkBetween(one="worker-0", two="worker-1", link=DeviceLink(bytes_per_second=1e7))
+    slow = Links(default=DeviceLink(bytes_per_second=1e10), between=(pair,))
     plan = plan_stages(costs, PlanRequest(devices=workers(1, 1, 1), batch=64, stages=3, micro_batches=4, links=slow))
     order = [stage.devices[0] for stage in plan.stages]
     assert set(order[:2]) != {"worker-0", "worker-1"}
@@ -110,7 +110,7 @@ def test_auto_counts_the_exchange_and_compares_in_words() -> None:
     free = plan_stages(costs, request)
     assert (free.num_workers, free.replicas) == (1, 4)
     assert free.reason.startswith("one stage: every worker holds the whole model (8 layers)")
-    paid = plan_stages(costs, dataclasses.replace(request, exchange=Link(bytes_per_second=1e8)))
+    paid = plan_stages(costs, dataclasses.replace(request, exchange=DeviceLink(bytes_per_second=1e8)))
     assert paid.exchange_seconds == pytest.approx(1.6) and paid.step_seconds == pytest.approx(1.624)
     assert "the exchange with the servers takes 1,600.0 ms of a step" in paid.reason
     assert re.search(r"4 stages would train \d+ samples/s, this plan \d+", paid.reason)

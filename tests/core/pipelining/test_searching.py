@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from syncline.core.pipelining import searching
-from syncline.core.pipelining.costs import Device, LayerCosts, Link, LinkBetween, Links, MemoryModel, TiedParameter
+from syncline.core.pipelining.costs import (
+    Device,
+    DeviceLink,
+    LayerCosts,
+    LinkBetween,
+    Links,
+    MemoryModel,
+    TiedParameter,
+)
 from syncline.core.pipelining.schedules import Shape, actions, most_in_flight, why_not
-from syncline.core.pipelining.searching import CutTables, Group, Problem, search, worker_orders
+from syncline.core.pipelining.searching import CutTables, Problem, ReplicaGroup, search, worker_orders
 from syncline.core.pipelining.simulation import StageTimes, step_seconds
 
 SEEDS = 500
@@ -63,11 +71,13 @@ def random_problem(seed: int) -> Problem:
         )
 
     groups = tuple(
-        Group(devices=tuple(device(place * replicas + r) for r in range(replicas))) for place in range(workers)
+        ReplicaGroup(devices=tuple(device(place * replicas + r) for r in range(replicas))) for place in range(workers)
     )
     names = [device.name for group in groups for device in group.devices]
     between = tuple(
-        LinkBetween(one=one, two=two, link=Link(bytes_per_second=dice.choice([1e8, 1e10]), latency_seconds=1e-4))
+        LinkBetween(
+            one=one, two=two, link=DeviceLink(bytes_per_second=dice.choice([1e8, 1e10]), latency_seconds=1e-4)
+        )
         for one, two in itertools.combinations(names, 2)
         if dice.random() < 0.2
     )
@@ -79,7 +89,9 @@ def random_problem(seed: int) -> Problem:
         layers=layers,
         groups=groups,
         links=Links(
-            default=Link(bytes_per_second=dice.choice([1e8, 1e9, 1e11]), latency_seconds=dice.choice([0.0, 1e-3])),
+            default=DeviceLink(
+                bytes_per_second=dice.choice([1e8, 1e9, 1e11]), latency_seconds=dice.choice([0.0, 1e-3])
+            ),
             between=between,
         ),
         memory=MemoryModel(per_parameter_byte=3.0, fixed_bytes=dice.choice([0, 1 << 20])),
@@ -212,7 +224,7 @@ def test_a_search_that_gives_up_beginnings_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(searching, "FIRST_LOOK", 1)
     layers = random_layers(random.Random(3), 12)
     shape = Shape(schedule="interleaved", num_workers=2, num_micro_batches=8, stages_per_worker=2)
-    groups = tuple(Group(devices=(Device(name=f"worker-{index}"),)) for index in range(2))
+    groups = tuple(ReplicaGroup(devices=(Device(name=f"worker-{index}"),)) for index in range(2))
     problem = Problem(shape=shape, layers=layers, groups=groups, links=Links(), memory=MemoryModel())
     found = search(problem)
     assert found is not None and not found.is_exact
@@ -223,7 +235,7 @@ def test_a_large_model_is_searched_exactly() -> None:
     """100 layers and 8 stages have 1.5e10 cuts; the bounds leave a few thousand of them."""
     layers = random_layers(random.Random(5), 100)
     shape = Shape(schedule="1f1b", num_workers=8, num_micro_batches=16)
-    groups = tuple(Group(devices=(Device(name=f"worker-{index}"),)) for index in range(8))
+    groups = tuple(ReplicaGroup(devices=(Device(name=f"worker-{index}"),)) for index in range(8))
     found = search(Problem(shape=shape, layers=layers, groups=groups, links=Links(), memory=MemoryModel()))
     assert found is not None and found.is_exact and found.num_simulated < 1_000_000
 
@@ -233,7 +245,7 @@ def test_equal_workers_need_one_order() -> None:
     layers = random_layers(random.Random(1), 6)
 
     def orders(*speeds: float, links: Links | None = None) -> int:
-        groups = tuple(Group(devices=(Device(name=f"worker-{i}", speed=s),)) for i, s in enumerate(speeds))
+        groups = tuple(ReplicaGroup(devices=(Device(name=f"worker-{i}", speed=s),)) for i, s in enumerate(speeds))
         problem = Problem(shape=shape, layers=layers, groups=groups, links=links or Links(), memory=MemoryModel())
         found, has_all = worker_orders(problem)
         assert has_all and found[0] == (0, 1, 2, 3)
@@ -242,7 +254,7 @@ def test_equal_workers_need_one_order() -> None:
     assert orders(1, 1, 1, 1) == 1
     assert orders(1, 1, 2, 2) == 6
     assert orders(1, 2, 3, 4) == 24
-    slow = LinkBetween(one="worker-0", two="worker-1", link=Link(bytes_per_second=1e6))
+    slow = LinkBetween(one="worker-0", two="worker-1", link=DeviceLink(bytes_per_second=1e6))
     assert orders(1, 1, 1, 1, links=Links(between=(slow,))) == 12
 
 

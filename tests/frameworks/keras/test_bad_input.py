@@ -96,8 +96,7 @@ def test_a_backend_that_cannot_train() -> None:
         (lambda: syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1), buffers="all"), "chief, mean"),
         (lambda: syncline.keras.dataset((X, Y), 0), "batch_size = 0: must be an int of at least 1"),
         # The coordinator could not read it, and sent the worker away.
-        (lambda: iter(syncline.keras.dataset((X, Y), 16, shuffle=True, seed="a")), "seed = 'a': must be an int"),  # type: ignore[arg-type]
-        (lambda: iter(syncline.keras.dataset((X, Y), 16, shuffle=True, seed=2**64)), "must be an int of 64 bits"),
+        (lambda: iter(syncline.keras.dataset((X, Y), 16, shuffle=True, seed="a")), "must be a whole number"),  # type: ignore[arg-type]
         (lambda: syncline.keras.dataset({"x": X}), "does not say what the labels are"),
         (lambda: syncline.keras.dataset(7), "int cannot be split over workers"),
     ],

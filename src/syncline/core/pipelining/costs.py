@@ -114,7 +114,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class DeviceLink:
     """What a transfer costs."""
 
     bytes_per_second: float = math.inf
@@ -134,17 +134,17 @@ class LinkBetween:
 
     one: str
     two: str
-    link: Link
+    link: DeviceLink
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     """The links between workers: those that are named, and one for all others."""
 
-    default: Link = dataclasses.field(default_factory=Link)
+    default: DeviceLink = dataclasses.field(default_factory=DeviceLink)
     between: tuple[LinkBetween, ...] = ()
 
-    def of(self, one: str, two: str) -> Link:
+    def of(self, one: str, two: str) -> DeviceLink:
         pair = {one, two}
         return next((each.link for each in self.between if {each.one, each.two} == pair), self.default)
 

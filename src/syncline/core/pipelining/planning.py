@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from syncline.core.pipelining.costs import Device, LayerCosts, Link, Links, MemoryModel, ModelCosts
+from syncline.core.pipelining.costs import Device, DeviceLink, LayerCosts, Links, MemoryModel, ModelCosts
 from syncline.core.pipelining.schedules import (
     INTERLEAVED_STAGES,
     Shape,
@@ -18,7 +18,7 @@ from syncline.core.pipelining.schedules import (
     divisors,
     why_not,
 )
-from syncline.core.pipelining.searching import CutTables, Found, Group, Problem, search, worker_orders
+from syncline.core.pipelining.searching import BestCut, CutTables, Problem, ReplicaGroup, search, worker_orders
 from syncline.core.pipelining.simulation import Simulated, simulate
 from syncline.core.units import counted, size
 from syncline.errors import ConfigError
@@ -39,7 +39,9 @@ class PlanRequest:
     micro_batches: int | None = None  #: None: as many as make the step shortest
     schedule: str = "1f1b"
     links: Links = dataclasses.field(default_factory=Links)
-    exchange: Link = dataclasses.field(default_factory=Link)  #: of one worker, for gradients and parameters
+    exchange: DeviceLink = dataclasses.field(
+        default_factory=DeviceLink
+    )  #: of one worker, for gradients and parameters
     memory: MemoryModel = dataclasses.field(default_factory=MemoryModel)
     action_seconds: float = 0.0  #: of every forward and backward of a micro-batch, besides the layers
     cut_before: tuple[str, ...] = ()  #: layers before which the model is cut, where the script says so
@@ -131,10 +133,12 @@ def predict(costs: ModelCosts, plan: Plan, request: PlanRequest) -> Plan:
     `request.devices` and `request.links` may have other speeds by now.
     """
     by_name = {device.name: device for device in request.devices}
-    groups = [Group(devices=tuple(by_name[name] for name in s.devices)) for s in plan.stages[: plan.num_workers]]
+    groups = [
+        ReplicaGroup(devices=tuple(by_name[name] for name in s.devices)) for s in plan.stages[: plan.num_workers]
+    ]
     problem = _problem(costs, request, plan.num_workers, plan.micro_batches, groups)
     tables = CutTables(problem, tuple(range(len(groups))))
-    found = Found(cuts=plan.cuts, order=tables.order, step_seconds=0.0, is_exact=plan.is_exact, num_simulated=1)
+    found = BestCut(cuts=plan.cuts, order=tables.order, step_seconds=0.0, is_exact=plan.is_exact, num_simulated=1)
     return dataclasses.replace(_as_plan(request, problem, tables, found), reason=plan.reason)
 
 
@@ -210,17 +214,19 @@ def _micro_batch_counts(request: PlanRequest, num_workers: int) -> list[int]:
     return known
 
 
-def _grouped(devices: Sequence[Device], num_workers: int) -> list[Group]:
+def _grouped(devices: Sequence[Device], num_workers: int) -> list[ReplicaGroup]:
     """So many groups of workers; those of one group have much the same speed, since the slowest one counts."""
     replicas = len(devices) // num_workers
     if len({(device.speed, device.memory_bytes) for device in devices}) == 1:
-        return [Group(devices=tuple(devices[place::num_workers])) for place in range(num_workers)]
+        return [ReplicaGroup(devices=tuple(devices[place::num_workers])) for place in range(num_workers)]
     ranked = sorted(devices, key=lambda device: (-device.speed, -(device.memory_bytes or math.inf)))
-    return [Group(devices=tuple(ranked[first : first + replicas])) for first in range(0, len(ranked), replicas)]
+    return [
+        ReplicaGroup(devices=tuple(ranked[first : first + replicas])) for first in range(0, len(ranked), replicas)
+    ]
 
 
 def _problem(
-    costs: ModelCosts, request: PlanRequest, num_workers: int, micro_batches: int, groups: Sequence[Group]
+    costs: ModelCosts, request: PlanRequest, num_workers: int, micro_batches: int, groups: Sequence[ReplicaGroup]
 ) -> Problem:
     return Problem(
         shape=_shape(request.schedule, num_workers, micro_batches),
@@ -240,7 +246,7 @@ def _plan_for(costs: ModelCosts, request: PlanRequest, num_workers: int, micro_b
     return _as_plan(request, problem, CutTables(problem, found.order), found) if found else None
 
 
-def _as_plan(request: PlanRequest, problem: Problem, tables: CutTables, found: Found) -> Plan:
+def _as_plan(request: PlanRequest, problem: Problem, tables: CutTables, found: BestCut) -> Plan:
     shape, cuts = problem.shape, np.array([found.cuts], np.int64)
     played = simulate(shape, tables.stage_times(cuts))
     memory = tables.memory(cuts)[0]
@@ -269,7 +275,7 @@ def _as_plan(request: PlanRequest, problem: Problem, tables: CutTables, found: F
 
 
 def _planned(
-    problem: Problem, tables: CutTables, found: Found, stage: int, memory: Sequence[float], played: Simulated
+    problem: Problem, tables: CutTables, found: BestCut, stage: int, memory: Sequence[float], played: Simulated
 ) -> PlannedStage:
     worker = problem.shape.worker_of(stage)
     first, last = found.cuts[stage : stage + 2]

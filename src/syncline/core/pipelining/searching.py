@@ -34,7 +34,7 @@ TOGETHER = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class ReplicaGroup:
     """The workers that hold the same stages, one per replica of the pipeline. The slowest one counts."""
 
     devices: tuple[Device, ...]
@@ -55,7 +55,7 @@ class Problem:
 
     shape: Shape
     layers: tuple[LayerCosts, ...]  #: for one micro-batch
-    groups: tuple[Group, ...]  #: as many as a pipeline has workers, in any order
+    groups: tuple[ReplicaGroup, ...]  #: as many as a pipeline has workers, in any order
     links: Links
     memory: MemoryModel
     action_seconds: float = 0.0  #: of every forward and backward, besides the layers
@@ -63,7 +63,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class BestCut:
     """A cut: `cuts` are the first layers of all stages, and the number of layers at the end."""
 
     cuts: tuple[int, ...]
@@ -73,9 +73,9 @@ class Found:
     num_simulated: int
 
 
-def search(problem: Problem) -> Found | None:
+def search(problem: Problem) -> BestCut | None:
     """The best cut that fits into the workers' memory; None if there is none."""
-    best: Found | None = None
+    best: BestCut | None = None
     is_exact, num_simulated = True, 0
     orders, has_all = worker_orders(problem)
     tables = [CutTables(problem, order) for order in orders]
@@ -85,7 +85,7 @@ def search(problem: Problem) -> Found | None:
         for table in tables:
             num_simulated += table.num_simulated
             if table.best_cuts and (best is None or table.best_seconds < best.step_seconds):
-                best = Found(
+                best = BestCut(
                     cuts=table.best_cuts,
                     order=table.order,
                     step_seconds=table.best_seconds,

@@ -38,7 +38,7 @@ class StageTimes:
         return cls(**dict(zip(("forward", "backward", "down", "up"), rows, strict=True)))
 
 
-class Span(NamedTuple):
+class ActionTime(NamedTuple):
     """A computation in the timeline of a step."""
 
     worker: int
@@ -55,7 +55,7 @@ class Simulated:
 
     step_seconds: float
     busy_seconds: tuple[float, ...]  #: of each worker, computing
-    spans: tuple[Span, ...]
+    spans: tuple[ActionTime, ...]
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ def step_seconds(shape: Shape, times: StageTimes) -> Times:
 def simulate(shape: Shape, times: StageTimes) -> Simulated:
     """The step of the only row, with its timeline."""
     assert len(times.forward) == 1
-    spans: list[Span] = []
+    spans: list[ActionTime] = []
     seconds = float(_play(shape, times, spans)[0])
     busy = [0.0] * shape.num_workers
     for span in spans:
@@ -84,7 +84,7 @@ def simulate(shape: Shape, times: StageTimes) -> Simulated:
     return Simulated(step_seconds=seconds, busy_seconds=tuple(busy), spans=tuple(spans))
 
 
-def _play(shape: Shape, times: StageTimes, spans: list[Span] | None) -> Times:
+def _play(shape: Shape, times: StageTimes, spans: list[ActionTime] | None) -> Times:
     rows = len(times.forward)
     clocks = [np.zeros(rows) for _ in range(shape.num_workers)]
     begun: dict[Transfer, Times] = {}  # when both ends have begun it
@@ -101,7 +101,7 @@ def _play(shape: Shape, times: StageTimes, spans: list[Span] | None) -> Times:
             clocks[worker] = clock + durations[:, action.stage]
             if spans is not None:
                 begin, end = float(clock[0]), float(clocks[worker][0])
-                spans.append(Span(worker, action.kind, action.stage, action.micro_batch, begin, end))
+                spans.append(ActionTime(worker, action.kind, action.stage, action.micro_batch, begin, end))
         elif (transfer := action.transfer) not in begun:
             begun[transfer] = clock
         else:

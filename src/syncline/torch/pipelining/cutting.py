@@ -40,8 +40,8 @@ class Layers:
         """The first layer of every part: parts with about as many parameters each."""
         if num_parts > len(self.layers):
             raise ConfigError(
-                f"Pipeline: the model is to be cut into {num_parts} parts and has {len(self.layers)} layers; use "
-                "fewer --stages"
+                f"Pipeline: {num_parts} parts need as many layers, and the model has {len(self.layers)}; use fewer "
+                "--stages"
             )
         weights = [1 + sum(p.numel() for p in layer.parameters()) for layer in self.layers]
         return _even(weights, num_parts)

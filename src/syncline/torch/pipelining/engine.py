@@ -92,7 +92,7 @@ class PreparedSchedule(NamedTuple):
     autocast: str
 
 
-class Engine:
+class StageEngine:
     """The stages of one process of a pipeline. Every process makes the same calls in the same order."""
 
     def __init__(

@@ -375,13 +375,11 @@ def _extracted(
         values = tuple(reach(operation) for operation in _crossing(groups, last))
         graph.output(values[0] if len(values) == 1 else values)
     made = torch.fx.GraphModule(model, graph)
-    for name in [name for name in made._buffers if not _is_buffer(model, name)]:
-        made.__dict__[name] = made._buffers.pop(name)  # a constant of the trace: the model has no such buffer
+    buffers = {name for name, _ in model.named_buffers(recurse=False)}
+    for name, value in [one for one in made.named_buffers(recurse=False) if one[0] not in buffers]:
+        delattr(made, name)
+        made.__dict__[name] = value  # a constant of the trace: the model has no such buffer
     return made
-
-
-def _is_buffer(model: torch.nn.Module, name: str) -> bool:
-    return name in model._buffers
 
 
 def _crossing(groups: Sequence[Sequence[torch.fx.Node]], place: int) -> list[torch.fx.Node]:

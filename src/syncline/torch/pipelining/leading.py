@@ -15,8 +15,8 @@ from syncline.stats import StageStats
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import (
-    Engine,
     LossFunction,
+    StageEngine,
     autocast_now,
     describe,
     empty,
@@ -74,7 +74,7 @@ class StageLeader:
             self._send(process, Cut(firsts, digest(layers.model)))
         parts = layers.parts(firsts)
         self._holdings = [Holdings(self._tensors, parts[number::size]) for number in range(size)]
-        self._engine = Engine({n: parts[n] for n in range(0, count, size)}, count, loss_fn, job.config.schedule)
+        self._engine = StageEngine({n: parts[n] for n in range(0, count, size)}, count, loss_fn, job.config.schedule)
         self._count, self._size = count, size
         self._holdings[0].materialise()
         forget()

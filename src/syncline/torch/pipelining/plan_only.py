@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from syncline.core.pipelining.costs import Device, Link, Links, ModelCosts
+from syncline.core.pipelining.costs import Device, DeviceLink, Links, ModelCosts
 from syncline.core.pipelining.planning import Plan, PlanRequest, plan_stages
 
 #: gloo between two processes of a host, and what torch.distributed.pipelining does around each forward and backward.
-LOOPBACK, ACTION_SECONDS = Link(bytes_per_second=1.5e9, latency_seconds=2e-4), 3e-4
+LOOPBACK, ACTION_SECONDS = DeviceLink(bytes_per_second=1.5e9, latency_seconds=2e-4), 3e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

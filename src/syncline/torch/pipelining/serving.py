@@ -13,7 +13,7 @@ from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
-from syncline.torch.pipelining.engine import Engine, LossFunction, as_tuple, describe, empty, infer
+from syncline.torch.pipelining.engine import LossFunction, StageEngine, as_tuple, describe, empty, infer
 from syncline.torch.pipelining.holding import Holdings, Tensors
 from syncline.torch.pipelining.orders import (
     Answer,
@@ -70,7 +70,7 @@ class StageServer:
         count, self._size, self._number = num_parts(job.config), place.num_processes, place.number
         parts = layers.parts(cut.firsts)
         own = {number: parts[number] for number in range(self._number, count, self._size)}
-        self._engine = Engine(own, count, loss_fn, job.config.schedule)
+        self._engine = StageEngine(own, count, loss_fn, job.config.schedule)
         self._tensors = Tensors(layers.model)
         self._holdings = Holdings(self._tensors, list(own.values()))
         self._holdings.materialise()

@@ -260,7 +260,5 @@ def _checked(seed: object) -> int:
     try:
         found = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:
-        found = -1
-    if isinstance(seed, bool) or not -(2**63) <= found < 2**64 or found != seed:
-        raise ConfigError(f"seed = {seed!r}: must be an int of 64 bits")
-    return found
+        raise ConfigError(f"seed = {seed!r}: must be a whole number") from None
+    return found if 0 <= found < 2**64 else found % 2**64  # the order depends on 64 bits
