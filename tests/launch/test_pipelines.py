@@ -19,10 +19,10 @@ SCRIPT = str(pathlib.Path(__file__).with_name("pipeline_train.py"))
     ("workers", "stages", "schedule", "model", "dtype", "optimizer"),
     [
         (2, 2, "gpipe", "plain", "float64", "adam"),
-        (2, 2, "1f1b", "norm", "float32", "sgd"),
         (4, 2, "1f1b", "tied", "float32", "sgd"),
-        (4, 4, "1f1b", "tied", "float64", "adam"),
-        (2, 2, "interleaved", "norm", "float64", "sgd"),
+        pytest.param(2, 2, "1f1b", "norm", "float32", "sgd", marks=pytest.mark.proof),
+        pytest.param(4, 4, "1f1b", "tied", "float64", "adam", marks=pytest.mark.proof),
+        pytest.param(2, 2, "interleaved", "norm", "float64", "sgd", marks=pytest.mark.proof),
     ],
 )
 def test_it_trains_as_one_process_does(
@@ -114,7 +114,14 @@ def members_named(folder: pathlib.Path, name: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("who", "how"), [("leader", "SIGKILL"), ("stage", "SIGKILL"), ("stage", "SIGSTOP")])
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [
+        pytest.param("leader", "SIGKILL", marks=pytest.mark.proof),
+        ("stage", "SIGKILL"),
+        pytest.param("stage", "SIGSTOP", marks=pytest.mark.proof),
+    ],
+)
 def test_a_pipeline_survives_the_death_of_any_of_its_processes(commands: Any, who: str, how: str) -> None:
     """Every sample counts once, so the parameters are what they are without a death: lr times the sum of all."""
     (commands.folder / "syncline.toml").write_text("start_seconds = 300.0\nlongest_deadline_seconds = 15.0\n")
@@ -169,7 +176,7 @@ def test_an_exception_in_a_stage_is_the_scripts(commands: Any) -> None:
 
         class Wrong(nn.Linear):
             def forward(self, x):
-                if x.sum() > 1e6:
+                if x.abs().sum() > 1e6:
                     raise ValueError("too much")
                 return super().forward(x)
 
