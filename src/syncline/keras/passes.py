@@ -184,7 +184,7 @@ def is_read(job: Job) -> str:
 
 
 def weight(job: Job) -> float | None:
-    """Of a step that has begun: the samples of its batch, whoever has used it before; None: there is no dataset."""
+    """Of a step that has begun: the samples of its batch, also if it was used before; None: there is no dataset."""
     found = _passes.get(job)
     return float(found.num_samples) if found is not None and found.num_samples else None
 

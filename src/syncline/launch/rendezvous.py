@@ -129,7 +129,7 @@ def remove_token(path: pathlib.Path, secret: bytes) -> None:
 
 
 def _own_folder() -> pathlib.Path:
-    """A folder that nobody else can enter."""
+    """A folder that only this user can enter."""
     folder = configuration.cache_folder() / "ranks"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -83,7 +83,7 @@ LAUNCHERS = (
 
 
 def world_of(environment: Mapping[str, str], parent: int = 0) -> StartedRanks | None:
-    """The ranks of which this process is one; None where it was started alone.
+    """This process and the other ranks of its start; None if it was started alone.
 
     `parent`: the process that started it, and all ranks of this host. It tells starts apart where no variable does.
     """

@@ -5,5 +5,4 @@ schedules      the orders of actions of torch.distributed.pipelining
 simulation     a step played through: its time, bubble, utilisation; for one cut or for thousands at once
 planning       the best contiguous stages, and the reason
 searching      the exact search behind it
-replanning     when to plan again: members, and measurements of a minute
 """

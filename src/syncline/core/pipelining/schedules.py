@@ -11,9 +11,9 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from syncline.core.stages import SCHEDULES
 from syncline.errors import ConfigError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
 #: Stages on one worker, where a schedule has several.
 INTERLEAVED_STAGES = 2
 

@@ -51,7 +51,7 @@ class ReplicaGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is to be cut, and for whom."""
+    """The layers to cut, and the workers that hold the stages."""
 
     shape: Shape
     layers: tuple[LayerCosts, ...]  #: for one micro-batch
