@@ -52,6 +52,10 @@ class Order:
         return _shuffled(positions, self.num_samples, _round_keys(self.seed, self.epoch))
 
 
+#: Hashes of so many numbers at most are kept as a table, half a megabyte.
+_MOST_TABULATED = 1 << 16
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkedOrder:
     """An order for samples that are read a chunk at a time: chunks at random, and at random inside each chunk.
@@ -120,15 +124,31 @@ def _shuffled(positions: npt.NDArray[np.int64], num_samples: int, keys: list[int
 
 def _permuted(cells: npt.NDArray[np.uint64], rows: int, columns: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     """One pass of the network over cells of a rows × columns rectangle: a bijection of it."""
-    column, row = np.divmod(cells, np.uint64(rows))
+    column = cells // np.uint64(rows)
+    row = cells - column * np.uint64(rows)
     for number, key in enumerate(keys):
         if number % 2 == 0:
-            row += _hashed(column, key)
-            row %= np.uint64(rows)
+            _rotate(row, rows, column, columns, key)
         else:
-            column += _hashed(row, key)
-            column %= np.uint64(columns)
+            _rotate(column, columns, row, rows, key)
     return column * np.uint64(rows) + row
+
+
+def _rotate(
+    values: npt.NDArray[np.uint64], size: int, others: npt.NDArray[np.uint64], num_others: int, key: int
+) -> None:
+    """Adds a hash of `others`, which are below `num_others`, to values below `size`, modulo `size`."""
+    if num_others <= _MOST_TABULATED:
+        values += _table(key, num_others, size)[others]
+    else:
+        values += _hashed(others, key) % np.uint64(size)
+    np.minimum(values, values - np.uint64(size), out=values)  # below 0 an unsigned number is very large
+
+
+@functools.lru_cache(maxsize=64)
+def _table(key: int, num_values: int, size: int) -> npt.NDArray[np.uint64]:
+    """The hashes of 0 … num_values−1, modulo `size`: a batch has more samples than its rectangle has rows."""
+    return _hashed(np.arange(num_values, dtype=np.uint64), key) % np.uint64(size)
 
 
 def _hashed(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
