@@ -52,8 +52,8 @@ class Order:
         return _shuffled(positions, self.num_samples, _round_keys(self.seed, self.epoch))
 
 
-#: Hashes of so many numbers at most are kept as a table, half a megabyte.
-_MOST_TABULATED = 1 << 16
+#: Hashes of so many numbers at most are kept as a table: enough for chunks of 16 million samples.
+_MOST_TABULATED = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,8 @@ def _shuffled(positions: npt.NDArray[np.int64], num_samples: int, keys: list[int
     """The network on the smallest rectangle, near a square, that holds all samples."""
     rows = math.isqrt(max(num_samples - 1, 0)) + 1
     columns = -(-num_samples // rows)
+    if not positions.size:
+        return positions.astype(np.int64)
     cells = _permuted(positions.astype(np.uint64), rows, columns, keys)
     while (outside := np.flatnonzero(cells >= num_samples)).size:
         cells[outside] = _permuted(cells[outside], rows, columns, keys)
