@@ -12,7 +12,7 @@ from syncline.core.replica_sets import protection
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.hosts import assign, parse_workers, quietest, settle_workers
-from syncline.launch.running import Plans, Script, engine_of, settle_here, settle_name, settle_replicas
+from syncline.launch.running import Plans, Script, engine_of, settle_here, settle_name, settle_servers
 
 
 def test_a_number_of_workers_or_the_least_and_the_most() -> None:
@@ -50,7 +50,7 @@ def test_a_number_outside_of_its_own_bounds() -> None:
 
 
 def settled(hosts: list[str], **given: Any) -> tuple[int, str]:
-    found = settle_replicas(given, configuration.resolve({"servers": len(hosts), **given}), hosts)
+    found = settle_servers(given, configuration.resolve({"servers": len(hosts), **given}), hosts)
     return found["replicas"], found["ack"]
 
 

@@ -30,7 +30,7 @@ from syncline.launch.folder import claim_name
 from syncline.launch.jobfile import JobFile
 from syncline.launch.rank_host import RankHostPlan
 from syncline.launch.ringing import OwnServer
-from syncline.launch.running import Script, default_name, settle_replicas
+from syncline.launch.running import Script, default_name, settle_servers
 from syncline.launch.saving import settle_saving
 from syncline.launch.tracebacks import shorten_tracebacks
 from syncline.launch.world import StartedRanks
@@ -58,7 +58,7 @@ def settle(world: StartedRanks) -> dict[str, Any]:
             f"{config.sums}, or sums = ours"
         )
     hosts = [f"server {number}" if not world.is_here else "" for number in range(1)] * config.servers
-    return settle_replicas(given, config, hosts)
+    return settle_servers(given, config, hosts)
 
 
 def join_world(world: StartedRanks, defaults: Mapping[str, Any]) -> Job:

@@ -55,7 +55,7 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     given = settle_workers(settle_stages(said))
     config = configuration.resolve(given)
     check_settings(config)
-    given = settle_saving(settle_replicas(given, config, server_hosts(config)))
+    given = settle_saving(settle_servers(given, config, server_hosts(config)))
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:
         raise ConfigError("--transport shm and several hosts (-H) cannot be combined; use auto or tcp")
@@ -78,8 +78,12 @@ def server_hosts(config: JobConfig) -> list[str]:
     return [host for name, host in assign(config).items() if name.startswith("server-")]
 
 
-def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence[str]) -> dict[str, Any]:
-    """Adds explicit replicas and ack to the settings. `hosts`: of each server at the start.
+#: The usual size of slices of servers on a GPU: nothing is spread over cores there, and every slice costs time.
+DEVICE_SLICE_BYTES = 256 << 20
+
+
+def settle_servers(given: Mapping[str, Any], config: JobConfig, hosts: Sequence[str]) -> dict[str, Any]:
+    """Adds explicit replicas, ack and size of slices to the settings. `hosts`: of each server at the start.
 
     Two replicas if servers are on several hosts, or if set; ack follows from the replicas. In a ring both follow from
     the workers, as do the servers.
@@ -95,7 +99,8 @@ def settle_replicas(given: Mapping[str, Any], config: JobConfig, hosts: Sequence
     ack = "replicated" if replicas == 2 else "memory"
     if config.ack and config.ack != ack:
         raise ConfigError(f"--ack {config.ack} and --replicas {replicas} cannot be combined; use --ack {ack}")
-    return {**given, "replicas": replicas, "ack": ack}
+    large = {"slice_bytes": DEVICE_SLICE_BYTES} if config.server_device != "cpu" else {}
+    return {**large, **given, "replicas": replicas, "ack": ack}
 
 
 def default_name(script: Script) -> str:
@@ -129,7 +134,7 @@ def run_job(
 ) -> int:
     """`syncline run`: runs one job; returns the exit code. `start` starts its members in place of the engine."""
     if not config.replicas:
-        given = settle_replicas(given, config, server_hosts(config))
+        given = settle_servers(given, config, server_hosts(config))
         config = configuration.resolve(given)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(listen(config))

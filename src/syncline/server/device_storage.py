@@ -1,4 +1,4 @@
-"""Slices on a GPU: of the server, or of a worker in the same process."""
+"""Slices on a GPU: of the server, or of a worker in the same process; memory of workers on the server's GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch
 
 from syncline.core.layout import Slice
 from syncline.core.units import counted
+from syncline.core.wire.traffic import AttachDevice
 from syncline.errors import ConfigError
 from syncline.net.device_channel import DeviceChannel, Handed
+from syncline.net.device_memory import DeviceMemory, DeviceMemoryError, namespace
 from syncline.server.storage import Bytes, SliceStorage
 
 #: cudaHostRegisterReadOnly: for read-only mappings.
@@ -85,13 +87,80 @@ def bytes_at(array: Bytes) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data), dtype=torch.uint8)
 
 
+class MappedArena:
+    """A worker's memory on this GPU, allocated by its process. Everything is queued on one stream."""
+
+    def __init__(self, offer: AttachDevice, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._stream, size = stream, offer.num_bytes
+        self._memory = DeviceMemory.map(device.index or 0, offer.memory, 2 * size)
+        try:
+            self._filled = torch.cuda.Event.from_ipc_handle(device, offer.filled)
+            self._answered = torch.cuda.Event.from_ipc_handle(device, offer.answered)
+        except (RuntimeError, TypeError, ValueError) as error:
+            self._memory.close()
+            raise DeviceMemoryError(f"the events cannot be opened: {str(error).splitlines()[0]}") from None
+        whole = torch.as_tensor(self._memory, device=device)
+        self._gradients, self._parameters = whole[:size], whole[size : 2 * size]
+        self._views: dict[int, torch.Tensor] = {}
+
+    def gradients(self, part: Slice) -> torch.Tensor:
+        self._filled.wait(self._stream)
+        view = self._views.get(part.id)
+        if view is None:
+            view = self._views[part.id] = _of(self._gradients, part).view(getattr(torch, part.dtype))
+        return view
+
+    def land(self, part: Slice, numbers: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            _of(self._parameters, part).copy_(numbers.view(torch.uint8), non_blocking=True)
+
+    def answer(self) -> None:
+        self._answered.record(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._memory.close()
+
+
+def _of(flat: torch.Tensor, part: Slice) -> torch.Tensor:
+    return flat[part.offset : part.offset + part.num_bytes]
+
+
+def uuid_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class DeviceStorage(SliceStorage):
-    """Slices on a GPU. Every thread has its own stream. Host memory is complete before workers are told."""
+    """Slices on a GPU. Every thread has its own stream. Host memory is complete before workers are told.
+
+    From the first arena on that a worker of another process has here, all threads use one stream, so that their work
+    is ordered, and slices are copied to the host on demand.
+    """
 
     def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
         self._device = device
         self._registered = RegisteredMemory(device, say)
         self._threads = threading.local()
+        self._shared: torch.cuda.Stream | None = None  # the one stream
+        self._stale: set[int] = set()  # host memory that is older, by its address
+        self._lock = threading.Lock()
+
+    @property
+    def is_lazy(self) -> bool:
+        return self._shared is not None
+
+    def open_arena(self, offer: AttachDevice) -> MappedArena:
+        if offer.device != uuid_of(self._device):
+            raise DeviceMemoryError("worker and server have different GPUs")
+        if offer.namespace != namespace():
+            raise DeviceMemoryError("worker and server are in different IPC namespaces")
+        with self._lock:
+            stream = self._shared or torch.cuda.Stream(self._device)
+        arena = MappedArena(offer, self._device, stream)
+        with self._lock:
+            if self._shared is None:
+                self._shared = stream
+        return arena
 
     def adopt(self, memory: Bytes) -> None:
         if memory.nbytes:
@@ -107,19 +176,44 @@ class DeviceStorage(SliceStorage):
         return staged.to(self._device, non_blocking=True)
 
     def at_work(self) -> AbstractContextManager[object]:
+        if self._shared is not None:
+            return torch.cuda.stream(self._shared)
         if not hasattr(self._threads, "stream"):
             self._threads.stream = torch.cuda.Stream(self._device)
         return torch.cuda.stream(self._threads.stream)
 
     def load(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
-        numbers.copy_(host)
+        with self.at_work():
+            numbers.copy_(host)
+        self.settle()
+        with self._lock:
+            self._stale.discard(host.data_ptr())
 
     def publish(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
-        host.copy_(numbers, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        current = torch.cuda.current_stream(self._device)
+        if self._shared is None:
+            host.copy_(numbers, non_blocking=True)
+            current.synchronize()
+            return
+        if current != self._shared:  # begun before the first arena was opened
+            current.synchronize()
+        with self._lock:
+            self._stale.add(host.data_ptr())
+
+    def refresh(self, numbers: torch.Tensor, host: torch.Tensor) -> None:
+        if self._shared is None:
+            return
+        with self._lock:
+            if host.data_ptr() in self._stale:
+                with self.at_work():
+                    host.copy_(numbers, non_blocking=True)
+                self._shared.synchronize()
+                self._stale.discard(host.data_ptr())
 
     def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
+        if self._shared is not None:
+            self._shared.synchronize()
 
     def close(self) -> None:
         self._registered.close()
@@ -141,7 +235,6 @@ class ChannelStorage(SliceStorage):
     """
 
     device_channel: DeviceChannel
-    is_lazy = True
 
     def __init__(self, device_channel: DeviceChannel, say: Callable[[str], None]) -> None:
         self.device_channel = device_channel
@@ -151,6 +244,10 @@ class ChannelStorage(SliceStorage):
         self._parts: dict[int, Slice] = {}  # by the address of their host memory
         self._stale: set[int] = set()
         self._lock = threading.Lock()
+
+    @property
+    def is_lazy(self) -> bool:
+        return True
 
     def adopt(self, memory: Bytes) -> None:
         self._inner.adopt(memory)

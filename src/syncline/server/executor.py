@@ -352,6 +352,7 @@ class RoundExecutor:
             for slot in self._pulls.readable():
                 answer.applied(slot)  # the slices it was not told of yet
             answer.hear(commit.item, roll)
+            self._pulls.land(request, item.slot, reads=True)
             answer.finish()
         if faults.armed is not None:
             faults.reach("commit.answered")

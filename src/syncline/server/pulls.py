@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.rounds import RoundMembership
+from syncline.core.slice_state import Identity
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import (
     CommitStaged,
@@ -32,6 +33,7 @@ from syncline.server.backups import Backups
 from syncline.server.pool import Pool
 from syncline.server.replies import MakeBuffer, Outgoing, PartialAnswer
 from syncline.server.slices import HostedSlice
+from syncline.server.storage import DeviceArena
 from syncline.server.tasks import StagedCommit
 
 
@@ -46,8 +48,10 @@ class Pulls:
         most_bytes: int | None = None,
         *,
         moved: Callable[[int], SynclineError | None] = lambda number: None,
+        device_arenas: Callable[[Identity, int], Mapping[int, DeviceArena]] = lambda worker, slot: {},
     ) -> None:
-        """`moved` explains why an existing slice is not here."""
+        """`moved` explains why an existing slice is not here. `device_arenas`: of a worker and a slot, by segment."""
+        self._device_arenas = device_arenas
         self._slices, self._pool, self._senders = slices, pool, senders
         self._by_id: tuple[HostedSlice, ...] = ()
         self._hosted = (0, 0)  # number and bytes of slices when last counted
@@ -112,12 +116,28 @@ class Pulls:
         versions = []
         worker, message = request.peer.name, request.message
         reads = not isinstance(message, Stage | CommitStaged | GiveClip) or message.reads
+        landed = self.land(request, item.slot, reads=reads)
         for slot in self._by_id:
-            version = slot.state.version
+            version = landed.get(slot.part.id)
+            if version is None:
+                version = slot.mapped_version() if reads else slot.state.version
             if reads:
                 slot.state.seen[worker] = version
             versions.append(version)
         request.reply(Committed(clock, versions, [], item.clocks, item.is_late, roll, item.is_skipped))
+
+    def land(self, request: Request, number: int, *, reads: bool) -> dict[int, int]:
+        """Copies parameters to the arenas that this worker has on the GPU, if it `reads`; their versions by slice.
+        `number`: of the arenas' slot. What it pushed there has been read when the reply is there.
+        """
+        versions: dict[int, int] = {}
+        arenas = self._device_arenas((request.peer.name, request.peer.incarnation), number)
+        for slot in self._by_id if arenas and reads else ():
+            if (arena := arenas.get(slot.part.segment)) is not None:
+                versions[slot.part.id] = slot.land(arena)
+        for arena in arenas.values():
+            arena.answer()
+        return versions
 
     def answer_in_parts(
         self, request: Request, clock: int, pull: list[int], make: MakeBuffer | None

@@ -295,6 +295,8 @@ class PartialAnswer:
                 buffer = self._make(slot.part)
                 version = slot.copy_locked(buffer) if locked else slot.copy_into(buffer)
                 self._copied(len(buffer))
+        else:
+            slot.show()
         slot.state.seen[self._request.peer.name] = version
         buffers = [buffer] if buffer is not None else None
         return _Part(slot.part.id, slot.part.num_bytes, version, buffers, snapshot, [])

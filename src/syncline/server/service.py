@@ -38,7 +38,10 @@ from syncline.core.wire.traffic import (
     AskHosted,
     AskState,
     Attach,
+    AttachDevice,
+    AttachedDevice,
     CommitStaged,
+    DetachDevice,
     GiveClip,
     HostSum,
     LoadState,
@@ -57,6 +60,7 @@ from syncline.core.wire.traffic import (
 )
 from syncline.errors import ConnectionLost, FrameError, ProtocolError, Refresh, SynclineError
 from syncline.extensions import load
+from syncline.net.device_memory import DeviceMemoryError
 from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
@@ -116,8 +120,10 @@ class Server:
         self.hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
         self.name = name
         self.slices = self.hosting.slices
-        self._pulls = Pulls(self.slices, pool, self._senders, moved=self._moved)
         self.staging = Staging(self._home.release, self._home.device_channel)
+        self._pulls = Pulls(
+            self.slices, pool, self._senders, moved=self._moved, device_arenas=self.staging.device_arenas
+        )
         self._states = StateTransfer(self.slices, find=lambda number: self.hosting.find(number)[1])
         self._seeding = Seeding(self.slices)
         self._values = Values(self.hosting)
@@ -268,6 +274,8 @@ class Server:
             Upload: lambda request, message: self._values.uploaded(request, message, self.commits),
             Restore: lambda request, message: self._values.restore(request, message, self.commits),
             Attach: self._attach,
+            AttachDevice: self._attach_device,
+            DetachDevice: self._detach_device,
             AskHosted: lambda request, message: self.hosting.blocks.tell(request, message, self._pulls.numbers()),
             Map: lambda request, message: self.hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
@@ -349,6 +357,23 @@ class Server:
             raise ProtocolError(f"an arena of {request.attachment.array.nbytes} bytes; {segment.num_bytes} needed")
         self._home.adopt(request.attachment.array)
         self.commits.attach(request.peer, message.segment, message.slot, request.attachment)
+        request.reply(Done())
+
+    def _attach_device(self, request: Request, message: AttachDevice) -> None:
+        segment = self.hosting.segments.get(message.segment)
+        if segment is None or not 0 <= message.slot < 1 << 10 or message.num_bytes != segment.num_bytes:
+            raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
+        try:
+            arena = self._home.open_arena(message)
+        except DeviceMemoryError as error:
+            request.reply(AttachedDevice(str(error)))
+            return
+        worker = (request.peer.name, request.peer.incarnation)
+        self.staging.attach_device(worker, message.segment, message.slot, arena)
+        request.reply(AttachedDevice())
+
+    def _detach_device(self, request: Request, message: DetachDevice) -> None:
+        self.staging.detach_device((request.peer.name, request.peer.incarnation), message.segment)
         request.reply(Done())
 
     def _seed_to(self, request: Request, message: SeedTo) -> None:

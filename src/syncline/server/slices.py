@@ -26,7 +26,7 @@ from syncline.reduce.kernels import Numbers
 from syncline.reduce.slices import SliceReduction
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import PushedSlice, SliceRules
-from syncline.server.storage import SliceStorage
+from syncline.server.storage import DeviceArena, SliceStorage
 from syncline.server.tasks import Key, Progress, RoundTask, SliceTask, StagedCommit, acks_of, key_of, late_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -106,6 +106,21 @@ class HostedSlice:
                 self.home.refresh(self.rules.flat, self.rules.host)
                 return self.state.version
         return self.state.version
+
+    def show(self) -> None:
+        """Brings mapped memory up to date, for workers of other processes."""
+        if self.home.device_channel is None:
+            self.home.refresh(self.rules.flat, self.rules.host)
+
+    def mapped_version(self) -> int:
+        """The version that workers of other processes find in mapped memory."""
+        return self.state.version if self.home.device_channel is not None else self.shown()
+
+    def land(self, arena: DeviceArena) -> int:
+        """Queues a copy to a worker's arena on the GPU; returns its version."""
+        with self.lock:
+            arena.land(self.part, self.rules.flat)
+            return self.state.version
 
     def held(self) -> dict[str, int]:
         """How many there are of everything that commits bring."""

@@ -22,6 +22,7 @@ from syncline.reduce.kernels import Numbers
 from syncline.server.numbers import Bytes, numbers_in
 from syncline.server.ring_copies import Copies
 from syncline.server.slices import HostedSlice
+from syncline.server.storage import DeviceArena
 
 
 class Decoding:
@@ -137,6 +138,7 @@ class Staging:
         self.copies = Copies()
         self._lock = threading.Lock()  # guards all tables except `_handed`; lookups of existing entries need no lock
         self._arenas: dict[tuple[Identity, int, int], Memory] = {}  # worker, segment, slot
+        self._on_device: dict[tuple[Identity, int, int], DeviceArena] = {}  # those on this server's GPU
         self._buffers: dict[tuple[Identity, int, int], Bytes] = {}  # worker, slot, slice
         self._tensors: dict[tuple[Identity, int, int], Numbers] = {}
         # by slice: the source tensor and the view of it
@@ -152,10 +154,34 @@ class Staging:
         if before is not None:
             self._let_go(before)
 
+    def attach_device(self, worker: Identity, segment: int, slot: int, arena: DeviceArena) -> None:
+        """Attaches a worker's arena on the GPU of this server."""
+        with self._lock:
+            before = self._on_device.get((worker, segment, slot))
+            self._on_device[worker, segment, slot] = arena
+        if before is not None:
+            before.close()
+
+    def detach_device(self, worker: Identity, segment: int) -> None:
+        """Lets go of a worker's arenas of a segment."""
+        with self._lock:
+            places = [key for key in self._on_device if key[:2] == (worker, segment)]
+            found = [self._on_device.pop(place) for place in places]
+        for arena in found:
+            arena.close()
+
+    def device_arenas(self, worker: Identity, slot: int) -> Mapping[int, DeviceArena]:
+        """A worker's arenas on the GPU of this server, by segment."""
+        if not self._on_device:
+            return {}
+        with self._lock:
+            return {key[1]: arena for key, arena in self._on_device.items() if key[0] == worker and key[2] == slot}
+
     def held(self) -> dict[str, int]:
         """How many there are of everything that workers bring."""
         with self._lock:
-            return {"arenas": len(self._arenas), "buffers": len(self._buffers), "tensors": len(self._tensors)}
+            num_arenas = len(self._arenas) + len(self._on_device)
+            return {"arenas": num_arenas, "buffers": len(self._buffers), "tensors": len(self._tensors)}
 
     def num_bytes(self) -> tuple[int, int]:
         """Of the workers' arenas, and of buffers for what comes over sockets."""
@@ -165,7 +191,8 @@ class Staging:
 
     def is_shared(self, worker: Identity, slot: int, part: Slice) -> bool:
         is_handed = self._device_channel is not None and part.segment in self._device_channel.segments
-        return is_handed or (worker, part.segment, slot) in self._arenas
+        key = (worker, part.segment, slot)
+        return is_handed or key in self._arenas or key in self._on_device
 
     def buffer(self, worker: Identity, slot: int, part: Slice) -> Buffer:
         """The receive buffer of a slice, reused for every clock of this slot."""
@@ -184,6 +211,9 @@ class Staging:
             if handed.event is not None:
                 handed.event.wait()  # orders the caller's stream; does not block
             return self._handed_slice(handed.data, part)
+        on_device = self._on_device.get((worker, part.segment, slot))
+        if on_device is not None:
+            return on_device.gradients(part)
         key = (worker, slot, part.id)
         known = self._tensors.get(key)
         return known if known is not None else self._make_tensor(worker, slot, part)
@@ -214,8 +244,11 @@ class Staging:
                 for key in [k for k in table if k[0] == worker]:
                     del table[key]
             arenas = [self._arenas.pop(place) for place in [k for k in self._arenas if k[0] == worker]]
+            on_device = [self._on_device.pop(place) for place in [k for k in self._on_device if k[0] == worker]]
         for arena in arenas:
             self._let_go(arena)
+        for mapped in on_device:
+            mapped.close()
 
     def keep_only(self, slices: Container[int]) -> None:
         """Drops the data of all other slices, except those that have copies here."""
@@ -232,7 +265,8 @@ class Staging:
         with self._lock:
             self._tensors.clear()
             self._buffers.clear()
-            arenas = list(self._arenas.values())
+            arenas = [*self._arenas.values(), *self._on_device.values()]
             self._arenas.clear()
+            self._on_device.clear()
         for arena in arenas:
             arena.close()

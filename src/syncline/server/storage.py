@@ -6,14 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from syncline.core.layout import Slice
-from syncline.core.wire.traffic import AskHosted, Hosted, Map, Mapped
+from syncline.core.wire.traffic import AskHosted, AttachDevice, Hosted, Map, Mapped
 from syncline.errors import ConfigError, ProtocolError
 from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_memory import DeviceMemoryError
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Request
 from syncline.net.transport import Memory
@@ -124,6 +126,22 @@ class Blocks:
             block.memory.close()
 
 
+class DeviceArena(Protocol):
+    """A worker's memory on the GPU of this server, for one segment and slot."""
+
+    def gradients(self, part: Slice) -> Numbers:
+        """The worker's gradients of a slice. Orders the stream of the caller (`at_work`) after them."""
+
+    def land(self, part: Slice, numbers: Numbers) -> None:
+        """Queues a copy of a slice's parameters to the worker."""
+
+    def answer(self) -> None:
+        """What is queued so far belongs to the answer that is sent next."""
+
+    def close(self) -> None:
+        """Waits for what is queued, and lets the memory go."""
+
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -131,8 +149,16 @@ class SliceStorage:
     """Slices in host memory: rules compute in place."""
 
     device_channel: DeviceChannel | None = None  #: to the worker of this process
-    is_lazy = False  #: whether host memory may be older than the rules' values
     decay = 0.0  #: of the running average; 0: no average
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether host memory may be older than the rules' values."""
+        return False
+
+    def open_arena(self, offer: AttachDevice) -> DeviceArena:
+        """Maps a worker's memory on the GPU; a DeviceMemoryError says why it cannot be."""
+        raise DeviceMemoryError("the server's parameters are in host memory")
 
     def adopt(self, memory: Bytes) -> None:
         """Prepares memory that holds slices or gradients."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_channel import WorkerChannel
 from syncline.torch.buffers import Buffers
 from syncline.torch.device_target import DeviceTarget
 from syncline.torch.guard import Guard
@@ -40,7 +40,7 @@ class DeviceReceiver:
         side: Side,
         model: torch.nn.Module | None,
         lazy: bool,
-        device_channel: DeviceChannel | None = None,
+        device_channel: WorkerChannel | None = None,
     ) -> None:
         self._exchange, self._tracked, self._buffers, self._window = exchange, list(tracked), buffers, window
         self._side, self._lazy = side, lazy

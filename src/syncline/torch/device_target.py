@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from syncline.core.layout import Slice
-from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_channel import WorkerChannel
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import Bytes, address_of
 from syncline.worker.exchange.targets import FlatTarget, Landed, WantedSlices
@@ -23,9 +23,9 @@ class DeviceTarget:
         flats: Mapping[int, torch.Tensor],
         on_host: Mapping[int, Bytes],
         mapped: Callable[[], list[Bytes]],
-        device_channel: DeviceChannel | None = None,
+        device_channel: WorkerChannel | None = None,
     ) -> None:
-        """`device_channel`: to a server with the same slices on the same device."""
+        """`device_channel`: to servers with these slices on the same device."""
         self._side, self._flats, self._mapped, self._device_channel = side, flats, mapped, device_channel
         # Through the device channel everything arrives at once, after all servers have answered.
         self.in_parts = device_channel is None
@@ -111,7 +111,7 @@ class DeviceTarget:
             self._marks[part.id] = (self._count, self._side.mark())
 
     def _fetch(self, part: Slice) -> None:
-        """Copies from the server in this process, on the same device."""
+        """Copies on the device what its server has left there."""
         assert self._device_channel is not None
         handed = self._device_channel.parameters(part.id)
         assert handed is not None, "applied, and not handed over"

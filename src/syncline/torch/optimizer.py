@@ -14,7 +14,7 @@ from syncline.core.layout import Ranges, Segment
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule
 from syncline.errors import ConfigError, LayoutError, ProtocolError
-from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_channel import WorkerChannel
 from syncline.net.memory import aligned_zeros
 from syncline.torch.batch_sizes import BatchSizes
 from syncline.torch.buffers import Buffers
@@ -25,6 +25,7 @@ from syncline.torch.gradients import Gradients
 from syncline.torch.local_steps import LocalSteps
 from syncline.torch.notices import Notices
 from syncline.torch.parameters import Tracked, free_prefix, name_parameters, on_cpu, others
+from syncline.torch.peer_channel import PeerChannel, why_not
 from syncline.torch.pipelining.pipeline import Pipeline, check_is_pipeline
 from syncline.torch.receiver import HostReceiver, ParameterReceiver
 from syncline.torch.remembered import Remembered
@@ -172,22 +173,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         out, into = (open_side(next(iter(devices)), self._job.notice) for _ in range(2))
         return (out, into) if out is not None and into is not None else None
 
-    def _find_device_channel(self) -> DeviceChannel | None:
-        """The channel to the server of this process, if its slices are on the device of all parameters."""
-        device_channel = self._job.exchange.routes.device_channel
-        devices = {item.tensor.device for item in self._tracked}
-        return (
-            device_channel
-            if self._sides is not None
-            and device_channel is not None
-            and devices == {torch.device(device_channel.device)}
-            else None
-        )
+    def _find_device_channel(self) -> WorkerChannel | None:
+        """The channel to servers whose slices are on the one device of all parameters: to that of this process, or,
+        with `--server-device cuda`, to those on this host.
+        """
+        routes, config = self._job.exchange.routes, self._job.config
+        if self._sides is None:
+            return None
+        device = self._tracked[0].tensor.device
+        if routes.device_channel is None and config.server_device != "cpu":
+            if reason := why_not(config, is_embedded=self._job.is_embedded):
+                self._job.notice(f"gradients and parameters go through host memory: {reason}")
+                return None
+            routes.device_channel = PeerChannel(self._job.exchange, device, self._job.notice)
+        found = routes.device_channel
+        return found if found is not None and torch.device(found.device) == device else None
 
     def _carrier(self, segment: Segment, items: Sequence[Tracked]) -> Carrier:
         if self._sides is None:
             return ArenaCarrier(self._job.exchange, segment)
-        if self._device_channel is not None:
+        if self._device_channel is not None and self._device_channel.open_for(segment):
             return ChannelCarrier(self._job.exchange, segment, items[0].tensor.device, self._device_channel)
         return MirrorCarrier(self._job.exchange, segment, items[0].tensor.device, self._sides[0])
 

@@ -105,8 +105,11 @@ from syncline.core.wire.traffic import (
     AskPlace,
     AskState,
     Attach,
+    AttachDevice,
+    AttachedDevice,
     CommitStaged,
     Committed,
+    DetachDevice,
     GiveClip,
     GivenPlace,
     GivenState,
@@ -150,7 +153,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 14
+PROTOCOL = 15
 ROLES = ("coordinator", "server", "worker", "launcher")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -169,7 +172,8 @@ MESSAGES: tuple[type[Message], ...] = (
     LocalCandidate, WriteCandidate, WrittenCandidate,
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
-    AskLife, GivenLife, NoteScript, AskNominal, GivenNominal,
+    AskLife, GivenLife, NoteScript, AskNominal, GivenNominal, AttachDevice, AttachedDevice,
+    DetachDevice,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -177,9 +181,9 @@ KIND = {message: number for number, message in enumerate(MESSAGES)}
 MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({
         Join, Rejoin, AskRoster, Heartbeat, Enter, Register, Uploaded, Barrier, Report, AskStats, Leave, Upload,
-        Attach, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace, Pull, Verify, Pin,
-        Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard, Save,
-        AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
+        Attach, AttachDevice, DetachDevice, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace,
+        Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
+        Save, AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
         LocalCandidate, AskNominal,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     }),

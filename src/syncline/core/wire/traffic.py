@@ -52,6 +52,33 @@ class Attach(Message, frozen=True):
     num_bytes: int
 
 
+class AttachDevice(Message, frozen=True):
+    """A worker's memory on a GPU for one segment and slot: its gradients, behind them room for as many bytes of
+    parameters. The server maps it.
+    """
+
+    segment: int
+    slot: int
+    num_bytes: int  # of the segment
+    device: str  # the UUID of the GPU
+    namespace: str  # of the handles
+    memory: bytes
+    filled: bytes  # an event: the gradients of a commit are there when it is sent
+    answered: bytes  # an event: the server has read them, and its parameters are there when it answers
+
+
+class AttachedDevice(Message, frozen=True):
+    """Whether the server has mapped it."""
+
+    refusal: str = ""  # why not: gradients go through host memory
+
+
+class DetachDevice(Message, frozen=True):
+    """The server is to let go of a worker's arenas on the GPU for this segment."""
+
+    segment: int
+
+
 class AskHosted(Message, frozen=True):
     """Asks where the slices lie whose primary is this server."""
 

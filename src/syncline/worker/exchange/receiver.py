@@ -20,7 +20,7 @@ from syncline.core.layout import Layout, Slice
 from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import AskHosted, Committed, Hosted, Map, Pin, Pull, Pulled, Unpin, Verified, Verify
 from syncline.errors import FrameError, ProtocolError
-from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_channel import WorkerChannel
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Buffer, Memory, buffer_of
 from syncline.worker.arrays import Bytes, copy
@@ -244,10 +244,13 @@ class CommitReceiver:
         settled: bool,
         slot: int | None,
         incoming: EncodedAnswer | None = None,
-        device_channel: DeviceChannel | None = None,
+        device_channel: WorkerChannel | None = None,
+        arena_slot: int = 0,
     ) -> None:
-        """`incoming`: set if the server encodes its replies. `device_channel`: its segments are on the device."""
-        self._device_channel = device_channel
+        """`incoming`: set if the server encodes its replies. `device_channel`: its segments are on the device.
+        `arena_slot`: of the commit's arenas.
+        """
+        self._device_channel, self._arena_slot = device_channel, arena_slot
         self._reader, self._wanted, self._target, self._incoming = reader, wanted, target, incoming
         self._settled, self._slot = settled, slot
         self._landed: set[int] = set()
@@ -351,6 +354,8 @@ class CommitReceiver:
         """The commit is complete: receives what is still missing."""
         wanted, kept = self._wanted, self._target.kept
         wanted.answer = None  # until all of it is here
+        if self._device_channel is not None:
+            self._device_channel.arrived(self._arena_slot)
         if answer.slices:
             self.arrived(answer)
         if self._slot is not None and wanted.pull:
@@ -375,6 +380,8 @@ class CommitReceiver:
             if asked:
                 self._reader.pull(asked, self._target, None)
                 left = [(k, part) for k, part in left if part not in asked]
+        if not self._settled:
+            left = self._fetch(answer, left)
         if not left:
             return
         if self._settled:
@@ -387,6 +394,17 @@ class CommitReceiver:
         else:
             versions = [answer.versions[k] for k, _ in left]
             self._reader.copy_verified([part for _, part in left], versions, answer.clocks, self._target)
+
+    def _fetch(self, answer: Committed, left: list[tuple[int, Slice]]) -> list[tuple[int, Slice]]:
+        """Takes what the target fetches; it is not written before the next commit of this slot. Returns the rest."""
+        fetched = [(k, part) for k, part in left if self._target.fetches(part)]
+        if not fetched:
+            return left
+        self._target.kept.update((part.id, None) for _, part in fetched)
+        self._target.take([(part, _NOTHING) for _, part in fetched])
+        if len(answer.versions) == len(self._wanted.hosted):
+            self.versions.update((part.id, answer.versions[k]) for k, part in fetched)
+        return [pair for pair in left if pair not in fetched]
 
     def _source(self, part: Slice) -> Bytes:
         return _NOTHING if self._target.fetches(part) else self._reader.source(part)

@@ -22,7 +22,7 @@ from syncline.core.wire.message import Message
 from syncline.core.wire.traffic import Attach
 from syncline.errors import ConfigError, ConnectionLost, FrameError, Refresh, SynclineError
 from syncline.extensions import load
-from syncline.net.device_channel import DeviceChannel
+from syncline.net.device_channel import WorkerChannel
 from syncline.net.memory import HeapMemory
 from syncline.net.rpc import Endpoint, wait_all
 from syncline.net.transport import Memory, buffer_of
@@ -184,7 +184,7 @@ class ServerRoutes:
         """`own`: in a ring, the server in this process; with a process group, the only one that gets pushes."""
         self._config, self._dial, self._say, self._own = config, dial, say, own
         self._spread = Spread(config, codecs_of(config, load))
-        self.device_channel: DeviceChannel | None = None  #: to the server of this process, on a GPU
+        self.device_channel: WorkerChannel | None = None  #: to servers on this worker's GPU
         self._has_told = False  # that nothing is encoded in shared memory
         self.layout = Layout()
         self.primaries: dict[int, str] = {}  # by slice
@@ -268,6 +268,8 @@ class ServerRoutes:
         self._wire += endpoint.stats()
         self.readers.pop(name).close()
         self.arenas.forget(name)
+        if self.device_channel is not None:
+            self.device_channel.forget(name)
         del self._incarnations[name]
 
     def follow(self, roster: Roster) -> None:
@@ -299,7 +301,13 @@ class ServerRoutes:
             for segment in dict.fromkeys(part.segment for part in self.taken[name]):
                 self._segments.setdefault(segment, []).append(name)
         self.arenas.attach()
+        self.tell_channel()
         self._tell_of_codecs()
+
+    def tell_channel(self) -> None:
+        """Attaches what the device channel shares to new primaries."""
+        if self.device_channel is not None:
+            self.device_channel.follow(self.hosting, self.endpoints)
 
     def _sorted(
         self, known: Mapping[str, list[Slice]], find: Callable[[Slice], Iterable[str]]
@@ -461,4 +469,6 @@ class ServerRoutes:
             endpoint.close()
         for reader in self.readers.values():
             reader.close()
+        if self.device_channel is not None:
+            self.device_channel.close()
         self.arenas.close()

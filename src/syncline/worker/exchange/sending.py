@@ -231,7 +231,7 @@ class CommitSender:
         incoming = EncodedAnswer(self._decoder, self._routes.layout) if self._decoder is not None else None
         return CommitReceiver(
             reader, wanted, target, settled=self._stands_still, slot=slot_of_window, incoming=incoming,
-            device_channel=self._routes.device_channel,
+            device_channel=self._routes.device_channel, arena_slot=slot,
         )  # fmt: skip
 
     def _want(

@@ -65,12 +65,12 @@ class ServersExchange:
     ) -> None:
         self._config, self._handlers, self._link, self._dial = config, handlers, link, dial
         self._name, self._is_closed = name, False
-        self._num_slots = config.window + 1
+        self.num_slots = config.window + 1  #: of arenas: as many commits may be open
         self.clock = 0
         self.num_landed = 0  # commits that are answered and received
         self.num_late = 0  # of them, commits that arrived after their round was closed
         own = partner_of(name) if config.is_ring else ""
-        self.routes = ServerRoutes(config, dial, self._num_slots, say, own)
+        self.routes = ServerRoutes(config, dial, self.num_slots, say, own)
         self.layout: Layout = self.routes.layout
         self._endpoints, self.wait_seconds = self.routes.endpoints, config.wait_seconds
         # Also the target before the last: the last may not be complete yet.
@@ -187,7 +187,7 @@ class ServersExchange:
     @property
     def slot(self) -> int:
         """The arena slot of the next commit; with a window there are several."""
-        return (self.clock + 1) % self._num_slots
+        return (self.clock + 1) % self.num_slots
 
     def arena(self, segment: int) -> Bytes:
         """The arena for the gradients of the next commit; it may be written when this returns."""
@@ -468,6 +468,10 @@ class ServersExchange:
         """Starts the phase after a barrier, common to all workers."""
         self._participation.pass_barrier(passed)
         self.times.resume()
+
+    def tell_channel(self) -> None:
+        """A segment is to use the device channel: its servers are told."""
+        self._again(self.routes.tell_channel)
 
     def follow(self) -> None:
         """While this worker waits: tells new servers whether it rests."""
