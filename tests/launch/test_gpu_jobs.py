@@ -14,7 +14,7 @@ from syncline.config import num_gpus
 
 from .conftest import Commands
 
-pytestmark = [pytest.mark.skipif(num_gpus() == 0, reason="there is no GPU here"), pytest.mark.alone]
+pytestmark = pytest.mark.skipif(num_gpus() == 0, reason="there is no GPU here")
 
 # Every step adds whole numbers, so that the end tells whether each counted once.
 SCRIPT = """
@@ -26,12 +26,13 @@ job = syncline.init()
 model = torch.nn.Linear(300, 1000, bias=False).to(job.device)
 torch.nn.init.zeros_(model.weight)
 opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
-for epoch in job.epochs(4):
-    for (number,) in syncline.torch.DataLoader(torch.utils.data.TensorDataset(torch.arange(400)), batch_size=4):
+loader = syncline.torch.DataLoader(torch.utils.data.TensorDataset(torch.arange(400)), batch_size=4)
+for epoch in loader.epochs(4):
+    for (number,) in loader:
         opt.zero_grad()
         (-model.weight * number.sum().to(job.device)).sum().backward()
         opt.step()
-        if job.rank == 1 and not epoch and int(number[0]) >= 40:
+        if epoch == 1:
             print("STEPPING", flush=True)
         time.sleep(float(os.environ.get("PAUSE", "0")))
 opt.pull()
@@ -75,4 +76,8 @@ def test_a_member_that_is_killed_while_its_memory_is_mapped(
     done = commands.finish(process)
     assert done.code == 0, done.output
     assert "SIGKILL" in done.output
-    assert [value for _, value in results(done.output)] == [str(TOTAL)] * 2, done.output
+    values = [value for _, value in results(done.output)]
+    if victim == "worker-0":  # without backups, a server takes its newest updates along
+        assert values == [str(TOTAL)] * 2, done.output
+    else:
+        assert len(values) == 2 and values[0] == values[1], done.output

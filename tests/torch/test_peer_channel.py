@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import syncline.server.storage as storage
-from syncline import RuleError
 from syncline.core.layout import Slice
 from syncline.core.wire.traffic import AttachDevice
 from syncline.net.device_memory import HANDLE_BYTES, DeviceMemoryError
@@ -190,7 +189,7 @@ def ledger(job: Job) -> float:
     job.barrier("pushed")
     opt.wait()
     opt.pull()
-    return float(model.weight)
+    return model.weight.item()
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
@@ -229,18 +228,25 @@ def test_a_worker_over_host_memory_beside_one_without(peers: Peers, monkeypatch:
         assert torch.equal(one, other)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_by_name(peers: Peers) -> None:
-    def work(job: Job) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_by_name(peers: Peers, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(job: Job) -> list[torch.Tensor]:
         model = copy.deepcopy(NET)
         opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        model(INPUTS[0, 0]).square().mean().backward()
-        assert model[0].weight.grad is not None
-        model[0].weight.grad[3, 2] = torch.nan
-        with pytest.raises(RuleError, match=r"0\.weight"):
+        for bad in (False, True):
+            opt.zero_grad()
+            model(INPUTS[0, 0]).square().mean().backward()
+            if bad:
+                model[0].weight.grad[3, 2] = torch.nan
             opt.step()
+            opt.wait()
+            if not bad:
+                kept = [parameter.detach().clone() for parameter in model.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(kept, model.parameters(), strict=True))
+        return kept
 
     with local_job(workers=1, server_device="cuda", **SMALL) as jobs:
         jobs.run(work)
+    assert "step 2 was refused: '0.weight' is not finite" in capfd.readouterr().err
 
 
 def test_a_state_that_is_read_is_the_newest(peers: Peers) -> None:

@@ -10,5 +10,6 @@ handshake, proving, certificate     the proof of the job token: the algorithm, o
 rpc                                 calls in both directions: `Endpoint`, `Call`, `Request`
 link                                the link to a coordinator that may die: requests are repeated
 reliable_send                       messages between servers: repeated until they are acknowledged
-shm, device_channel                 memory that processes of a host share; memory on a GPU within one process
+shm                                 memory that processes of a host share
+device_channel, device_memory       the way past it on a GPU; GPU memory that processes share
 """

@@ -6,6 +6,7 @@
 # parameters, rules                         names and flat memory of a model; torch optimizers as rules
 # gradients                                 gradients of a segment on their way into the arena
 # carriers, channel_carrier, comparing      what copies them: CPU or GPU; what was edited since it was copied
+# peer_channel                              gradients that servers of other processes read on their GPU
 # receiver                                  new parameters on their way into the model, on a CPU
 # streams, device_receiver, device_target   the same on a GPU
 # guard                                     on a GPU: a layer waits for its own parameters
