@@ -265,7 +265,7 @@ class Staging:
         with self._lock:
             self._tensors.clear()
             self._buffers.clear()
-            arenas = [*self._arenas.values(), *self._on_device.values()]
+            arenas: list[Memory | DeviceArena] = [*self._arenas.values(), *self._on_device.values()]
             self._arenas.clear()
             self._on_device.clear()
         for arena in arenas:
