@@ -1,7 +1,7 @@
 """Collectives: what the workers of a job do together, with no server between them; see docs/guides/collectives.md.
 
-On NumPy arrays and torch tensors. Every rank of a group makes the same calls in the same order; whoever does not is
-named by a CollectiveError, which every rank gets. With `wait=False` a call returns a ticket (`.done()`,
+On NumPy arrays and torch tensors. Every rank of a group makes the same calls in the same order; a rank that does
+not is named by a CollectiveError, which every rank gets. With `wait=False` a call returns a ticket (`.done()`,
 `.wait(timeout_seconds)`), and the arrays in it are left alone until it is done.
 """
 

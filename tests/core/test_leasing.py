@@ -69,7 +69,7 @@ class Play:
             self.leasing.open(worker.owner, "a", 0, self.loader, num_workers)
 
     @property
-    def taking_part(self) -> list[Identity]:
+    def participants(self) -> list[Identity]:
         return [worker.owner for worker in self.workers]
 
     def step(self, worker: Worker) -> None:
@@ -79,7 +79,7 @@ class Play:
         elif action < 0.13:
             self.die(worker)
         elif action < 0.16 and self.leasing.epoch("a", 0) is not None:
-            self.recall(self.leasing.recut("a", 0, self.taking_part))
+            self.recall(self.leasing.recut("a", 0, self.participants))
         elif action < 0.2:
             self.leasing.measured(worker.owner[0], 4, self.chance.uniform(0.001, 0.1))
         elif not worker.read(self.chance.choice([4, 4, 4, 3])):
@@ -87,7 +87,7 @@ class Play:
             self.ask(worker)
 
     def ask(self, worker: Worker) -> None:
-        answer = self.leasing.ask(worker.owner, "a", 0, self.taking_part, worker.open)
+        answer = self.leasing.ask(worker.owner, "a", 0, self.participants, worker.open)
         if answer.lease is not None:
             self.spans[answer.lease.number] = answer.lease.span
             worker.take(answer.lease)
@@ -357,11 +357,11 @@ SHARDS = Loader(0, 4, num_shards=7)
 THREE: list[Identity] = [("worker-0", 1), ("worker-1", 2), ("worker-2", 3)]
 
 
-def dealt(leasing: Leasing, asks: list[Identity], taking_part: list[Identity]) -> dict[str, list[int]]:
+def dealt(leasing: Leasing, asks: list[Identity], participants: list[Identity]) -> dict[str, list[int]]:
     """Who gets which shards when they ask in this order, each with nothing left to read."""
     found: dict[str, list[int]] = {}
     for owner in asks:
-        answer = leasing.ask(owner, "a", 0, taking_part)
+        answer = leasing.ask(owner, "a", 0, participants)
         assert not answer.recall
         if answer.lease is not None:
             assert answer.lease.span.start % SHARD_POSITIONS == 0 and len(answer.lease.span) == SHARD_POSITIONS

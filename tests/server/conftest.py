@@ -86,8 +86,8 @@ class Worker:
     def commit(self, server: str, clock: int, grads: Values, **rest: Any) -> Call:
         return self.stage(server, clock, grads, commit=True, **rest)
 
-    def commit_staged(self, server: str, clock: int, roll: RoundMembership | None = None) -> Call:
-        return self.ask(server, CommitStaged(clock, [], roll=roll))
+    def commit_staged(self, server: str, clock: int, round_membership: RoundMembership | None = None) -> Call:
+        return self.ask(server, CommitStaged(clock, [], round_membership=round_membership))
 
     def commit_all(self, clock: int, grads: Values, **rest: Any) -> list[Call]:
         return [self.commit(server, clock, grads, **rest) for server in self.house.primaries()]
@@ -110,7 +110,7 @@ class House:
         slice_bytes: int = 64,
         hold_seconds: float = PATIENCE,
         threads: int = 2,
-        home: SliceStorage | None = None,
+        storage: SliceStorage | None = None,
         lends: bool = True,
     ) -> None:
         self.generation, self.incarnations = 1, 0
@@ -125,7 +125,7 @@ class House:
         self.between: list[Endpoint] = []  # servers' connections to each other
         self.refuses_dials = False
         self.dial_instead: Callable[[Member], Endpoint | None] = lambda target: None  # None: the house dials
-        self._hold_seconds, self._threads, self._home, self._lends = hold_seconds, threads, home, lends
+        self._hold_seconds, self._threads, self._storage, self._lends = hold_seconds, threads, storage, lends
         for member in [m for m in self.members if m.role == "server"]:
             self.start(member)
         self.workers = {m.name: Worker(self, m.name, m.incarnation) for m in self.members if m.role == "worker"}
@@ -152,7 +152,7 @@ class House:
         pool = ThreadPool(self.broken.append, self._threads) if self._threads else InlinePool()
         server = Server(
             member.name, pool, create_memory=HeapMemory, log=self.lines.append, over=lambda over: None,
-            dial=dial, hold_seconds=self._hold_seconds, home=self._home,
+            dial=dial, hold_seconds=self._hold_seconds, storage=self._storage,
         )  # fmt: skip
         self.servers[member.name] = server
         server.form(Joined(member.incarnation, self.generation, self.members, self.config, late))

@@ -74,7 +74,7 @@ def test_a_hold_ends_by_itself_and_its_install_is_refused(make_house: MakeHouse)
     two_call = two.commit("server-0", 1, x())
     with pytest.raises(FencedError):
         two_call.wait(WAIT)
-    eventually(lambda: not house.servers["server-0"].commits.holding.is_on)
+    eventually(lambda: not house.servers["server-0"].commits.admission_queue.is_on)
     assert not call.arrives(0.1), "the round waits for who is not settled"
     house.holds("server-0")
     with pytest.raises(ProtocolError, match="generation 2 was superseded"):

@@ -53,9 +53,12 @@ def test_who_came_back_leads_nobody_that_was_there_before(make_house: MakeHouse)
         worker.phase = 0
     rates = {"worker-1": 0.5, "worker-2": 2.0, "worker-3": 4.0}
     calls = [decide(house.workers[name], 1, 1.0, overrides=with_lr(lr)) for name, lr in rates.items()]
-    rolls = decided(*calls)
+    round_memberships = decided(*calls)
     house.fence("worker-0")
-    told = [house.workers[name].commit_staged("server-1", 1, roll) for name, roll in zip(rates, rolls, strict=True)]
+    told = [
+        house.workers[name].commit_staged("server-1", 1, round_membership)
+        for name, round_membership in zip(rates, round_memberships, strict=True)
+    ]
     for call in told:
         call.wait(WAIT)
     assert np.unique(house.value("x")).tolist() == [-6.0]

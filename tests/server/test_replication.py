@@ -133,7 +133,7 @@ class Twin(SliceStorage):
 
 
 def test_backups_are_equal_where_slices_live_on_a_device(make_house: MakeHouse) -> None:
-    house = make_house(2, 2, replicas=2, home=Twin())
+    house = make_house(2, 2, replicas=2, storage=Twin())
     house.register({"x": np.ones(48, np.float32)}, "Adam", "mean", lr=0.1)
     for clock in range(1, 10):
         step(house, clock, np.random.default_rng(clock))

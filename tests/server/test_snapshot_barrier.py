@@ -98,7 +98,7 @@ def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: M
     house.register({"x": np.zeros(4, np.float32)})
     (empty,) = set(house.servers) - set(house.primaries())
     assert not closed(house, empty).has_slices
-    assert not house.servers[empty].commits.holding.is_on
+    assert not house.servers[empty].commits.admission_queue.is_on
 
 
 def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: MakeHouse) -> None:
@@ -285,15 +285,17 @@ def test_with_spare_workers_who_follows_comes_level_with_who_decides(make_house:
         for server in others:
             worker.stage(server, 1, x()).wait(WAIT)
     answers = [worker.commit(decider, 1, x()) for worker in (one, two, three_)]
-    rolls = []
+    round_memberships = []
     for call in answers:
         answer = call.wait(WAIT)
-        assert isinstance(answer, Committed) and isinstance(answer.roll, RoundMembership)
-        rolls.append(answer.roll)
-    assert rolls[2].late, "the third was late"
+        assert isinstance(answer, Committed) and isinstance(answer.round_membership, RoundMembership)
+        round_memberships.append(answer.round_membership)
+    assert round_memberships[2].late, "the third was late"
     for server in house.servers:
         closed(house, server)
-    told = [w.commit_staged(s, 1, r) for s in others for w, r in zip((one, two, three_), rolls, strict=True)]
+    told = [
+        w.commit_staged(s, 1, r) for s in others for w, r in zip((one, two, three_), round_memberships, strict=True)
+    ]
     assert not any(call.arrives(0.02) for call in told)
     assert set(close_gates(house.tell, list(house.servers), 2).values()) == {1} and sums(house) == [-2.0]
     mark(house.tell, list(house.servers), 2)
@@ -335,7 +337,7 @@ def test_no_cut_lies_between_the_servers_loads_of_state(make_house: MakeHouse) -
     for call in calls:
         call.wait(WAIT)
     chief.vanish()
-    eventually(lambda: not any(server.commits.holding.loading for server in house.servers.values()))
+    eventually(lambda: not any(server.commits.admission_queue.loading for server in house.servers.values()))
 
 
 def test_after_a_move_slices_of_one_server_come_level_too(make_house: MakeHouse) -> None:
@@ -383,4 +385,4 @@ def test_a_gate_that_is_closed_for_a_while_stops_nobody_for_good(make_house: Mak
         mark(house.tell, list(house.servers), number)
     thread.join(WAIT)
     assert done.is_set() and sums(house) == [-100.0]
-    eventually(lambda: not any(server.commits.holding.is_on for server in house.servers.values()))
+    eventually(lambda: not any(server.commits.admission_queue.is_on for server in house.servers.values()))

@@ -49,19 +49,22 @@ def test_a_server_does_not_wait_for_whom_it_is_unknown_to(make_house: MakeHouse)
     house, here, there = two_segments(make_house)
     one, two, three = house.workers.values()
     calls = [decide_both(one, here, 1, 1.0), two.commit(here, 1, push("x", 2.0), num_segments=1)]
-    roll = decided(*calls)[0]
+    round_membership = decided(*calls)[0]
     late = decide_both(three, here, 1, 4.0).wait(WAIT)
-    assert late.late and three.commit_staged(there, 1, late.roll).wait(WAIT).late
+    assert late.late and three.commit_staged(there, 1, late.round_membership).wait(WAIT).late
     waits = [two.commit(here, 2, push("x", 2.0), num_segments=1), decide_both(three, here, 2, 4.0)]
     eventually(lambda: rounds_at(house, here).waiting_reason() == "the round waits for worker-0")
     assert not any(call.is_done for call in waits), "worker-1 has gone on, and had not told the other"
-    assert isinstance(one.commit_staged(there, 1, roll).wait(WAIT), Committed)
+    assert isinstance(one.commit_staged(there, 1, round_membership).wait(WAIT), Committed)
     second = decided(decide_both(one, here, 2, 1.0), *waits)[0]
     calls = [one.commit_staged(there, 2, second), three.commit_staged(there, 2, second)]
     for call in calls:
         call.wait(WAIT)
     third = decided(decide_both(two, here, 3, 2.0), decide_both(one, here, 3, 1.0))
-    calls = [worker.commit_staged(there, 3, roll) for worker, roll in zip((two, one), third, strict=True)]
+    calls = [
+        worker.commit_staged(there, 3, round_membership)
+        for worker, round_membership in zip((two, one), third, strict=True)
+    ]
     for call in calls:
         call.wait(WAIT)
     assert (house.value("x") == -13.0).all() and (house.value("y") == -9.0).all(), "it has registered by now"
@@ -77,22 +80,22 @@ def test_a_round_of_the_dead_comes_first_where_their_end_is_not_installed_yet(ma
     one, two = house.workers.values()
     decided(decide(one, 1, 1.0))
     late = decide(two, 1, 2.0).wait(WAIT)
-    two.commit_staged("server-1", 1, late.roll).wait(WAIT)
+    two.commit_staged("server-1", 1, late.round_membership).wait(WAIT)
     waits = decide(two, 2, 4.0)
     house.workers.pop(one.name).vanish()
     house.members = [member for member in house.members if member.name != one.name]
     change = house.change(fenced={one.name: one.incarnation})
     house.holds("server-1", 0.01)
     change.prepared("server-1", house.tell("server-1", change.prepare()).wait(WAIT))
-    eventually(lambda: house.servers["server-1"].commits.holding.is_on is False)
+    eventually(lambda: house.servers["server-1"].commits.admission_queue.is_on is False)
     house.holds("server-1")
     change.prepared("server-0", house.tell("server-0", change.prepare()).wait(WAIT))
     message = change.install(house.members)
     house.tell("server-0", message).wait(WAIT)
     with pytest.raises(ProtocolError, match="was superseded"):
         house.tell("server-1", message).wait(WAIT)
-    (roll,) = decided(waits)
-    follows = two.commit_staged("server-1", 2, roll)
+    (round_membership,) = decided(waits)
+    follows = two.commit_staged("server-1", 2, round_membership)
     eventually(lambda: "waits for worker-0" in rounds_at(house, "server-1").waiting_reason())
     house.carry_out(fenced={one.name: one.incarnation})
     follows.wait(WAIT)
@@ -110,9 +113,13 @@ def test_a_worker_tells_the_one_that_decides_nothing_of_rounds(make_house: MakeH
         one.commit_staged("server-0", 1, RoundMembership(0, 1000, [(one.name, one.incarnation, 1)])).wait(WAIT)
     with pytest.raises(ProtocolError, match="nor late for it"):
         one.commit_staged("server-1", 1, RoundMembership(0, 1000, [(two.name, two.incarnation, 1)])).wait(WAIT)
-    assert rounds_at(house, "server-0").rolls.newest is rounds_at(house, "server-1").rolls.newest is None
-    rolls = decided(decide(three, 1, 4.0), one.commit_staged("server-0", 1))
-    assert rolls[0].members == [(one.name, one.incarnation, 1), (three.name, three.incarnation, 1)]
+    assert (
+        rounds_at(house, "server-0").round_memberships.newest
+        is rounds_at(house, "server-1").round_memberships.newest
+        is None
+    )
+    round_memberships = decided(decide(three, 1, 4.0), one.commit_staged("server-0", 1))
+    assert round_memberships[0].members == [(one.name, one.incarnation, 1), (three.name, three.incarnation, 1)]
 
 
 def test_what_held_commits_say_is_told_with_the_rest(make_house: MakeHouse) -> None:
@@ -122,14 +129,16 @@ def test_what_held_commits_say_is_told_with_the_rest(make_house: MakeHouse) -> N
     first, _ = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     commits, change = house.servers["server-1"].commits, house.change()
     with commits.state_lock:
-        commits.holding.hold()
+        commits.admission_queue.hold()
     one.commit_staged("server-1", 1, first)
-    eventually(lambda: list(commits.holding.waiting()))
+    eventually(lambda: list(commits.admission_queue.waiting()))
     answer = house.tell("server-1", change.prepare()).wait(WAIT)
-    assert isinstance(answer, Prepared) and answer.rolls == [first]
+    assert isinstance(answer, Prepared) and answer.round_memberships == [first]
     held = two.commit_staged("server-1", 1, RoundMembership(0, 9, [(two.name, two.incarnation, 1)]))
-    eventually(lambda: len(list(commits.holding.waiting())) == 2)
-    assert commits.rounds.rolls.newest == first and not held.is_done, "what comes later may be decided otherwise"
+    eventually(lambda: len(list(commits.admission_queue.waiting())) == 2)
+    assert commits.rounds.round_memberships.newest == first and not held.is_done, (
+        "what comes later may be decided otherwise"
+    )
 
 
 # -- servers that go -----------------------------------------------------------------------------------------------

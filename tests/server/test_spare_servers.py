@@ -52,12 +52,12 @@ def decide(worker: Worker, clock: int, value: float, **rest: Any) -> Any:
 
 
 def decided(*calls: Any) -> list[RoundMembership]:
-    rolls = []
+    round_memberships = []
     for call in calls:
         answer = call.wait(WAIT)
-        assert isinstance(answer, Committed) and answer.roll is not None
-        rolls.append(answer.roll)
-    return rolls
+        assert isinstance(answer, Committed) and answer.round_membership is not None
+        round_memberships.append(answer.round_membership)
+    return round_memberships
 
 
 def redo(worker: Worker, clock: int, value: float) -> Any:
@@ -75,14 +75,14 @@ def test_the_others_are_told_who_is_in_a_round_and_who_was_late(make_house: Make
     with pytest.raises(ProtocolError, match="whose round is not known"):
         stage_all(one, 1, 1.0)
         one.commit_staged("server-1", 1).wait(WAIT)
-    rolls = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
+    round_memberships = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     late = decide(three, 1, 4.0).wait(WAIT)
-    assert late.late and rolls[0] == rolls[1]
-    answer = three.commit_staged("server-1", 1, late.roll).wait(WAIT)
+    assert late.late and round_memberships[0] == round_memberships[1]
+    answer = three.commit_staged("server-1", 1, late.round_membership).wait(WAIT)
     assert answer.late, "before those who are in the round, and at once"
-    first = one.stage("server-1", 1, grads(1.0)).wait(WAIT) and one.commit_staged("server-1", 1, rolls[0])
+    first = one.stage("server-1", 1, grads(1.0)).wait(WAIT) and one.commit_staged("server-1", 1, round_memberships[0])
     assert not first.is_done
-    two.commit_staged("server-1", 1, rolls[1]).wait(WAIT)
+    two.commit_staged("server-1", 1, round_memberships[1]).wait(WAIT)
     assert not first.wait(WAIT).late
     assert (house.value("x") == -3.0).all()
     for server in house.primaries():
@@ -95,8 +95,8 @@ def test_the_others_are_told_who_is_in_a_round_and_who_was_late(make_house: Make
 def test_a_worker_that_dies_before_it_has_told_the_others_counts_there_too(make_house: MakeHouse) -> None:
     house = a_house(make_house)
     one, two, three = house.workers.values()
-    rolls = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
-    waits = one.commit_staged("server-1", 1, rolls[0])
+    round_memberships = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
+    waits = one.commit_staged("server-1", 1, round_memberships[0])
     house.fence(two.name)
     waits.wait(WAIT)
     assert (house.value("x") == -3.0).all()
@@ -118,11 +118,11 @@ def test_nobody_of_a_round_may_be_left_to_tell_of_it(make_house: MakeHouse) -> N
 def test_one_that_was_late_and_dies_is_late_on_the_others_too(make_house: MakeHouse) -> None:
     house = a_house(make_house)
     one, two, three = house.workers.values()
-    rolls = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
+    round_memberships = decided(decide(one, 1, 1.0), decide(two, 1, 2.0))
     assert decide(three, 1, 4.0).wait(WAIT).late
     house.fence(three.name)
-    for worker, roll in zip((one, two), rolls, strict=True):
-        call = worker.commit_staged("server-1", 1, roll)
+    for worker, round_membership in zip((one, two), round_memberships, strict=True):
+        call = worker.commit_staged("server-1", 1, round_membership)
     call.wait(WAIT)
     assert (house.value("x") == -3.0).all()
     states = [house.slot("server-1", part.id).state for part in house.parts("server-1")]
@@ -134,8 +134,8 @@ def test_what_was_decided_by_nobody_counts_nowhere_when_its_worker_dies(make_hou
     one, two, three = house.workers.values()
     decide(three, 1, 4.0)
     house.fence(three.name)
-    (roll,) = decided(decide(one, 1, 1.0))
-    one.commit_staged("server-1", 1, roll).wait(WAIT)
+    (round_membership,) = decided(decide(one, 1, 1.0))
+    one.commit_staged("server-1", 1, round_membership).wait(WAIT)
     assert decide(two, 1, 2.0).wait(WAIT).late, "of two, one is enough"
     assert (house.value("x") == -1.0).all()
 
@@ -145,10 +145,10 @@ def test_the_norm_is_taken_over_the_same_steps_on_all_servers(make_house: MakeHo
     one, two, three = house.workers.values()
     calls = [decide(w, 1, v, clip_norm=1e9) for w, v in ((one, 1.0), (two, 2.0))]
     asked = [call.wait(WAIT) for call in calls]
-    assert all(isinstance(answer, AskClip) and answer.roll is not None for answer in asked)
+    assert all(isinstance(answer, AskClip) and answer.round_membership is not None for answer in asked)
     late = decide(three, 1, 4.0, clip_norm=1e9).wait(WAIT)
-    assert late.late and three.commit_staged("server-1", 1, late.roll).wait(WAIT).late
-    others = [w.commit_staged("server-1", 1, a.roll) for w, a in zip((one, two), asked, strict=True)]
+    assert late.late and three.commit_staged("server-1", 1, late.round_membership).wait(WAIT).late
+    others = [w.commit_staged("server-1", 1, a.round_membership) for w, a in zip((one, two), asked, strict=True)]
     shares = [call.wait(WAIT) for call in others]
     total = asked[0].squared_norm + shares[0].squared_norm
     assert total == pytest.approx(9.0 * 96)

@@ -47,8 +47,8 @@ BUGS: dict[str, tuple[str, int]] = {
     "late_counts": ("what was in a late commit counts as used", 1),
     "open_is_done": ("what the dead have committed counts as done before it is applied", 895),
     "back_while_open": ("leases of the dead go back while a commit of theirs waits for its round", 190),
-    "roll_unreplicated": ("a backup gets a round without hearing who is in it", 1_000_823),
-    "rolls_untold": ("servers are not told of rounds that others know to be closed", 1_000_014),
+    "membership_unreplicated": ("a backup gets a round without hearing who is in it", 1_000_823),
+    "memberships_untold": ("servers are not told of rounds that others know to be closed", 1_000_014),
     "any_order": ("a round is closed before anybody of the last one has gone on", 1_000_002),
     "keep_undecided": (
         "what a dead worker has committed counts in a round that is closed after it",

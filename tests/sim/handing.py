@@ -56,7 +56,7 @@ class Handing(Planning):
     def on_open_epoch(self, session: Session, frame: Frame) -> None:
         if self._hears(session, frame):
             (number, data), owner = frame.body, (frame.name, frame.incarnation)
-            workers = max(1, len(self.desk.taking_part()))
+            workers = max(1, len(self.desk.participants()))
             is_left = self.desk.leasing.open(owner, LOADER, number, data, workers)
             self.kept_first.append((session, "opened", (number, is_left)))
             self.answer_all()

@@ -136,7 +136,7 @@ class Host(SimMember):
             self._commit(session, frame)
 
     def _commit(self, session: Session, frame: Frame) -> None:
-        who, (request, clock, roll) = (frame.name, frame.incarnation), frame.body
+        who, (request, clock, round_membership) = (frame.name, frame.incarnation), frame.body
         evicted = self.rounds.standings.get(frame.name)
         if "skip_fence" in self.job.bugs and evicted is not None and evicted.incarnation == frame.incarnation:
             evicted.left = evicted.fenced = False
@@ -151,10 +151,10 @@ class Host(SimMember):
             return
         if item is None:
             item = Item(who[1], standing.phase, frozenset(), None)
-        if roll is not None:
-            self.rounds.learn(roll)
+        if round_membership is not None:
+            self.rounds.learn(round_membership)
         if "any_order" in self.job.bugs:
-            self.rounds.rolls.newest = None
+            self.rounds.round_memberships.newest = None
         try:
             verdict = self.rounds.commit(frame.name, frame.incarnation, clock, item.phase, item, item.back_at)
         except ProtocolError as error:
@@ -221,9 +221,9 @@ class Host(SimMember):
             for known in [c for c in self.staged.get(who, ()) if c <= clock]:
                 del self.staged[who][known]
             given = tuple(self._shown(number) for number in self.primaries())
-            roll = self.rounds.roll_to_tell(*who, clock)
+            round_membership = self.rounds.membership_to_tell(*who, clock)
             for session, request in requests:
-                self.reply(session, "committed", (request, clock, given, standing.late == clock, roll))
+                self.reply(session, "committed", (request, clock, given, standing.late == clock, round_membership))
 
     def answered_for(self) -> list[int]:
         """The slices here that have to have a step before it is answered."""
@@ -257,10 +257,10 @@ class Host(SimMember):
                 for life in hosted.targets:
                     if life not in hosted.sent:
                         hosted.sent.add(life)
-                        roll = self.rounds.rolls.find(*fresh[0][0], fresh[0][1])
-                        if "roll_unreplicated" in self.job.bugs:
-                            roll = None
-                        body = (number, state.version, tuple(fresh), hosted.epoch, roll)
+                        round_membership = self.rounds.round_memberships.find(*fresh[0][0], fresh[0][1])
+                        if "membership_unreplicated" in self.job.bugs:
+                            round_membership = None
+                        body = (number, state.version, tuple(fresh), hosted.epoch, round_membership)
                         self.send(life, self.frame("replicate", body, generation=max(self.prepared, self.generation)))
                 if not hosted.acks.issuperset(hosted.targets) and "early_ack" not in self.job.bugs:
                     return
@@ -320,14 +320,14 @@ class Host(SimMember):
     # -- backups ------------------------------------------------------------------------------------------
 
     def on_replicate(self, session: Session, frame: Frame) -> None:
-        number, version, fresh, epoch, roll = frame.body
+        number, version, fresh, epoch, round_membership = frame.body
         hosted = self.hosted.get(number)
         stale = (frame.name, frame.incarnation) in self.out and "accept_stale_replica" not in self.job.bugs
         if stale or hosted is None or hosted.epoch != epoch or version > hosted.state.version:
             self.reply(session, "not_replicated", (number,))
             return
-        if roll is not None:
-            self.rounds.learn(roll)
+        if round_membership is not None:
+            self.rounds.learn(round_membership)
         replica_set = self.replica_sets.get(number)
         if version == hosted.state.version:
             if replica_set is not None and replica_set.primary == self.name and self.opened and self.rounds.standings:
@@ -389,5 +389,7 @@ class Host(SimMember):
     def _seed_failed(self) -> None: ...
 
 
-def frame_of_commit(frame: Frame, request: Any, clock: int, roll: RoundMembership | None) -> Frame:
-    return Frame("commit", frame.name, frame.incarnation, frame.generation, frame.term, (request, clock, roll))
+def frame_of_commit(frame: Frame, request: Any, clock: int, round_membership: RoundMembership | None) -> Frame:
+    return Frame(
+        "commit", frame.name, frame.incarnation, frame.generation, frame.term, (request, clock, round_membership)
+    )

@@ -93,7 +93,7 @@ class Server(Gated):
         clocks = highest_clocks(hosted.state.clocks for hosted in self.hosted.values())
         return Prepared(
             standings, self.rounds.num_orphans(), [(*who, clock) for who, clock in clocks.items()],
-            self._reach(change), bool(self.primaries()), self.rounds.rolls.entries(),
+            self._reach(change), bool(self.primaries()), self.rounds.round_memberships.entries(),
         )  # fmt: skip
 
     def _staged_whole(self, who: Identity) -> int:
@@ -129,8 +129,8 @@ class Server(Gated):
             return
         self.installing, self.preparing, self.is_settling = (session, install), None, True
         self.rounds.decides = self.rounds.decides and not self.change.moves
-        for roll in install.rolls if "rolls_untold" not in self.job.bugs else ():
-            self.rounds.learn(roll)
+        for round_membership in install.round_memberships if "memberships_untold" not in self.job.bugs else ():
+            self.rounds.learn(round_membership)
         if "no_settle" not in self.job.bugs:
             for name, incarnation, clock in install.settle:
                 self._settle(name, incarnation, clock)

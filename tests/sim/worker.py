@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Open:
     """A step that is not acknowledged: how far it is, server by server."""
 
-    __slots__ = ("acks", "back_at", "is_late", "phase", "requests", "roll", "states")
+    __slots__ = ("acks", "back_at", "is_late", "phase", "requests", "round_membership", "states")
 
     def __init__(self, phase: int, back_at: int | None, acks: tuple[LeaseAck, ...]) -> None:
         self.phase, self.back_at, self.acks, self.is_late = phase, back_at, acks, False
         self.states: dict[str, str] = {}  # life: staging, staged, committing, done
         self.requests: dict[str, int] = {}
-        self.roll: RoundMembership | None = None  # with spare workers: the word of the server of slice 0
+        self.round_membership: RoundMembership | None = None  # with spare workers: the word of the server of slice 0
 
 
 class Worker(SimMember):
@@ -220,7 +220,7 @@ class Worker(SimMember):
             if step.states.get(life) == "staged":
                 step.states[life] = "committing"
                 request = step.requests[life] = self._request()
-                self.send(life, self.frame("commit", (request, clock, step.roll)))
+                self.send(life, self.frame("commit", (request, clock, step.round_membership)))
 
     def _step_of(self, session: Session, frame: Frame) -> tuple[int, Open] | None:
         life = session.other(self).life
@@ -249,7 +249,7 @@ class Worker(SimMember):
             return
         clock, step = found
         step.states[session.other(self).life] = "done"
-        step.roll = frame.body[4] or step.roll
+        step.round_membership = frame.body[4] or step.round_membership
         step.is_late = step.is_late or frame.body[3]
         lands = self.job.policy.in_rounds or clock % self.job.scenario.pull_every == 0
         for number, epoch, version, clocks, ledger in frame.body[2]:
@@ -352,7 +352,7 @@ class Worker(SimMember):
         for step in self.open.values():
             step.states.clear()
             step.requests.clear()
-            step.roll = None
+            step.round_membership = None
         self.asked, self.given = {}, {}
         self.asks.pop("barrier", None)  # who is away says so again
         self.pump()

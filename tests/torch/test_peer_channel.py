@@ -111,7 +111,7 @@ class Peers:
         self.homes: list[Twin] = []
         self.refusing: set[int] = set()  # by their order
 
-    def home(self, name: str, say: Any) -> Twin:
+    def storage(self, name: str, say: Any) -> Twin:
         number = len(self.homes)
         self.homes.append(Twin(lambda: number in self.refusing))
         return self.homes[-1]
@@ -120,7 +120,7 @@ class Peers:
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     found = Peers()
-    monkeypatch.setattr(storage, "home_of", found.home)
+    monkeypatch.setattr(storage, "storage_of", found.storage)
     monkeypatch.setattr(peer_channel, "OwnArena", OwnTwin)
     monkeypatch.setattr("syncline.torch.optimizer.why_not", lambda config, is_embedded: "")
     go_the_slow_way(monkeypatch.setattr, 0.3)

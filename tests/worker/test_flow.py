@@ -30,7 +30,7 @@ class TwinServerCommit:
         self.earlier: list[Call] = []
         self.answer: Committed | None = None
         self.clock = 0
-        self.roll: RoundMembership | None = None
+        self.round_membership: RoundMembership | None = None
 
     def _made(self, verb: str) -> Call:
         self.told.append((f"{verb} {self.name}", self.clock))
@@ -39,8 +39,8 @@ class TwinServerCommit:
     def stage(self) -> Call:
         return self._made("stage")
 
-    def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
-        self.roll = roll
+    def commit(self, clock: int, round_membership: RoundMembership | None = None) -> Call:
+        self.round_membership = round_membership
         return self._made("commit")
 
     def clip(self, clock: int, squared_norm: float) -> Call:
@@ -158,14 +158,14 @@ def spare_flow(told: list[tuple[str, int]]) -> Any:
     return made
 
 
-@pytest.mark.parametrize("first", [Committed(1, [], roll=ROLL), AskClip(1, 4.0, ROLL)])
+@pytest.mark.parametrize("first", [Committed(1, [], round_membership=ROLL), AskClip(1, 4.0, ROLL)])
 def test_the_one_that_decides_is_told_first_and_the_others_by_its_word(first: Message) -> None:
     told: list[tuple[str, int]] = []
     one = spare_flow(told)
     assert [what for what, _ in told][3:] == ["commit b"]
     answer(one, None, first, None)
     assert [what for what, _ in told][4:] == ["commit a", "commit c"] and not one.is_over
-    assert [server_commit.roll for server_commit in one.server_commits] == [ROLL, None, ROLL]
+    assert [server_commit.round_membership for server_commit in one.server_commits] == [ROLL, None, ROLL]
     if isinstance(first, AskClip):
         answer(one, AskClip(1, 3.0), None, AskClip(1, 2.0))
         assert [what for what, _ in told][6:] == ["clip a", "clip b", "clip c"] and one.squared_norm == 9.0
@@ -194,7 +194,7 @@ def test_who_reads_for_itself_waits_for_the_round_apart_from_the_staging(monkeyp
     one.wait_until_staged(0.0)
     assert one.waits_for_decision
     monkeypatch.setattr(
-        one, "go_on", lambda seconds: answer(one, None, Committed(1, [], roll=ROLL), None) or True
+        one, "go_on", lambda seconds: answer(one, None, Committed(1, [], round_membership=ROLL), None) or True
     )  # what comes while it waits
     one.wait_until_decided(1.0)
     assert not one.waits_for_decision and [what for what, _ in told][4:] == ["commit a", "commit c"]
@@ -204,5 +204,5 @@ def test_given_up_before_it_was_decided_the_others_hear_nothing() -> None:
     told: list[tuple[str, int]] = []
     one = spare_flow(told)
     one.give_up()
-    answer(one, None, Committed(1, [], roll=ROLL), None)
+    answer(one, None, Committed(1, [], round_membership=ROLL), None)
     assert len(told) == 4

@@ -89,7 +89,7 @@ class LeaseService:
             if seed is None and message.seed is not None:
                 request.reply(Opened(False, is_early=True))
                 return
-            owner, workers = identity_of(request), max(1, len(self.queue.taking_part()))
+            owner, workers = identity_of(request), max(1, len(self.queue.participants()))
             try:
                 is_left = self.leasing.open(owner, message.loader, message.epoch, message.data, workers)
             except ConfigError as error:

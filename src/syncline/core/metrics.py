@@ -95,7 +95,7 @@ class Merging:
         worker: str,
         values: Mapping[str, tuple[float, float]],
         step: int,
-        taking_part: Collection[str],
+        participants: Collection[str],
         errors: Mapping[str, float] = {},
     ) -> list[dict[str, Reading]]:
         """Takes a worker's report. Returns the readings completed by it, in order."""
@@ -116,7 +116,7 @@ class Merging:
             reports.step = max(reports.step, step)
             if reports.reporters is not None and worker not in reports.reporters:
                 reports.reporters.append(worker)
-            found.update(self._read_if_whole(name, reports, taking_part))
+            found.update(self._read_if_whole(name, reports, participants))
         return [each for each in (early, found) if each]
 
     def whole(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> dict[str, Reading]:
@@ -130,17 +130,17 @@ class Merging:
             found[name] = self._keep(name, Reading(value, step, number, error=errors.get(name, 0.0)))
         return found
 
-    def gone(self, taking_part: Collection[str]) -> dict[str, Reading]:
+    def gone(self, participants: Collection[str]) -> dict[str, Reading]:
         """A worker takes part no more: returns the readings that are complete without it. Its reports count."""
         found: dict[str, Reading] = {}
         for name, reports in self.state.reports.items():
             if reports.reporters is not None:
-                reports.reporters = [worker for worker in reports.reporters if worker in taking_part]
-            found.update(self._read_if_whole(name, reports, taking_part))
+                reports.reporters = [worker for worker in reports.reporters if worker in participants]
+            found.update(self._read_if_whole(name, reports, participants))
         return found
 
-    def _read_if_whole(self, name: str, reports: Reports, taking_part: Collection[str]) -> dict[str, Reading]:
-        waited = [w for w in (taking_part if reports.reporters is None else reports.reporters) if w in taking_part]
+    def _read_if_whole(self, name: str, reports: Reports, participants: Collection[str]) -> dict[str, Reading]:
+        waited = [w for w in (participants if reports.reporters is None else reports.reporters) if w in participants]
         missing = [worker for worker in waited if worker not in reports.sums]
         most = max((count for _, _, count in reports.sums.values()), default=0)
         if not reports.sums or (missing and most < MOST_AHEAD):

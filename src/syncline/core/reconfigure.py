@@ -388,9 +388,11 @@ class Reconfiguration:
             phase, number = max(inside, default=(own // LOOP * LOOP, 0))
         return Standing(name, incarnation, clock, phase, clock - number, position=self.back_at())
 
-    def rolls(self) -> list[RoundMembership]:
+    def round_memberships(self) -> list[RoundMembership]:
         """With spare workers: all round memberships known to any server."""
-        return RoundMemberships(roll for answer in self.answers.values() for roll in answer.rolls).entries()
+        return RoundMemberships(
+            round_membership for answer in self.answers.values() for round_membership in answer.round_memberships
+        ).entries()
 
     def places(self) -> dict[str, Entered]:
         """For entering workers: the phase of their next commits, or their position."""
@@ -420,7 +422,7 @@ class Reconfiguration:
         return applied + max((answer.num_open for answer in self.answers.values()), default=0)
 
     def install(self, members: Sequence[Member]) -> Install:
-        return Install(self.generation, list(members), self.settle(), self.standings(), self.rolls())
+        return Install(self.generation, list(members), self.settle(), self.standings(), self.round_memberships())
 
 
 def _slowest(standings: Iterable[Standing]) -> int:

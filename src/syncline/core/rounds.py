@@ -2,7 +2,7 @@
 
 A round's *turn* is its phase and its number within the phase; rounds are applied in the order of turns.
 `Rounds.commit` takes a commit, `Rounds._whole_rounds` decides which rounds are complete. With spare workers a closed
-round has a `RoundMembership`; variables and fields call it `roll`.
+round has a `RoundMembership`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ Entry = tuple[str, int, int]
 class RoundMembership(msgspec.Struct, frozen=True, array_like=True):
     """The membership of a closed round, with spare workers: its turn, its commits, and the commits that were late.
 
-    The server of slice 0 makes it when it closes the round; workers carry it to the other servers. Variables
-    and fields call it `roll`.
+    The server of slice 0 makes it when it closes the round; workers carry it to the other servers.
     """
 
     phase: int
@@ -83,22 +82,22 @@ class RoundMemberships:
     none of its earlier life: that was settled before it entered.
     """
 
-    def __init__(self, rolls: Iterable[RoundMembership] = ()) -> None:
+    def __init__(self, round_memberships: Iterable[RoundMembership] = ()) -> None:
         self._last: dict[str, tuple[int, int, RoundMembership]] = {}  # by name: incarnation, clock
         self.newest: RoundMembership | None = None
-        for roll in rolls:
-            self.learn(roll)
+        for round_membership in round_memberships:
+            self.learn(round_membership)
 
-    def learn(self, roll: RoundMembership) -> None:
+    def learn(self, round_membership: RoundMembership) -> None:
         """Adds a membership. Idempotent."""
-        if roll.before is not None:
-            self.learn(roll.before)
-        for name, incarnation, clock in (*roll.members, *roll.late):
+        if round_membership.before is not None:
+            self.learn(round_membership.before)
+        for name, incarnation, clock in (*round_membership.members, *round_membership.late):
             known = self._last.get(name)
             if known is None or known[:2] < (incarnation, clock):
-                self._last[name] = (incarnation, clock, roll)
-        if self.newest is None or self.newest.turn < roll.turn:
-            self.newest = roll
+                self._last[name] = (incarnation, clock, round_membership)
+        if self.newest is None or self.newest.turn < round_membership.turn:
+            self.newest = round_membership
 
     def was_late(self, turn: tuple[int, int], entry: Entry) -> None:
         """Adds a late commit to the newest round."""
@@ -111,10 +110,10 @@ class RoundMemberships:
 
     def entries(self) -> list[RoundMembership]:
         """All of them, for messages."""
-        found = {id(roll): roll for _, _, roll in self._last.values()}
+        found = {id(round_membership): round_membership for _, _, round_membership in self._last.values()}
         if self.newest is not None:
             found[id(self.newest)] = self.newest
-        return sorted(found.values(), key=lambda roll: (roll.turn, roll.late))
+        return sorted(found.values(), key=lambda round_membership: (round_membership.turn, round_membership.late))
 
 
 def closed_with(
@@ -131,29 +130,39 @@ def closed_with(
     return RoundMembership(*turn, members, [], told_less, None if _is_everywhere(before, standings) else before)
 
 
-def uncommitted(roll: RoundMembership | None, standings: Mapping[str, Standing], first_segment: int = 0) -> list[str]:
+def uncommitted(
+    round_membership: RoundMembership | None, standings: Mapping[str, Standing], first_segment: int = 0
+) -> list[str]:
     """Members of this round, or of rounds before it, that have not committed it here.
 
     Without workers that are gone and settled, that have registered nothing that is here (`first_segment`: the first
     such segment), or that rest since: those were answered, even if on a slice that is lost.
     """
     found: list[str] = []
-    while roll is not None:
-        less = dict(roll.told_less)
-        there = [(s, clock) for s, clock in _still_there(roll, standings) if less.get(s.name, ALL) > first_segment]
+    while round_membership is not None:
+        less = dict(round_membership.told_less)
+        there = [
+            (s, clock)
+            for s, clock in _still_there(round_membership, standings)
+            if less.get(s.name, ALL) > first_segment
+        ]
         found += [s.name for s, clock in there if s.clock < clock and not _rests_since(s, clock)]
-        roll = roll.before
+        round_membership = round_membership.before
     return found
 
 
-def unanswered(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[str]:
+def unanswered(round_membership: RoundMembership | None, standings: Mapping[str, Standing]) -> list[str]:
     """Members of this round while other servers may not have it yet: one of them must go on or rest."""
-    return [] if _is_everywhere(roll, standings) else [s.name for s, _ in _witnesses(roll, standings)]
+    return (
+        []
+        if _is_everywhere(round_membership, standings)
+        else [s.name for s, _ in _witnesses(round_membership, standings)]
+    )
 
 
-def _is_everywhere(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> bool:
+def _is_everywhere(round_membership: RoundMembership | None, standings: Mapping[str, Standing]) -> bool:
     """Whether all servers have the round: a member that went on, or rests, was answered by all of them."""
-    return any(s.clock > clock or _rests_since(s, clock) for s, clock in _witnesses(roll, standings))
+    return any(s.clock > clock or _rests_since(s, clock) for s, clock in _witnesses(round_membership, standings))
 
 
 def _rests_since(standing: Standing, clock: int) -> bool:
@@ -161,28 +170,39 @@ def _rests_since(standing: Standing, clock: int) -> bool:
     return not standing.active and max(standing.clock, standing.last_inactive) >= clock
 
 
-def _witnesses(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
+def _witnesses(
+    round_membership: RoundMembership | None, standings: Mapping[str, Standing]
+) -> list[tuple[Standing, int]]:
     """Members that have told all servers that any member of this round has told."""
-    less = dict(roll.told_less) if roll is not None else {}
-    return [(s, clock) for s, clock in _still_there(roll, standings) if s.name not in less]
+    less = dict(round_membership.told_less) if round_membership is not None else {}
+    return [(s, clock) for s, clock in _still_there(round_membership, standings) if s.name not in less]
 
 
-def _still_there(roll: RoundMembership | None, standings: Mapping[str, Standing]) -> list[tuple[Standing, int]]:
+def _still_there(
+    round_membership: RoundMembership | None, standings: Mapping[str, Standing]
+) -> list[tuple[Standing, int]]:
     """The current standings of this round's members, and their clocks in it."""
-    found = [(standings.get(name), incarnation, clock) for name, incarnation, clock in roll.members] if roll else []
+    found = (
+        [(standings.get(name), incarnation, clock) for name, incarnation, clock in round_membership.members]
+        if round_membership
+        else []
+    )
     return [(s, clock) for s, inc, clock in found if s is not None and s.incarnation == inc and not s.left]
 
 
-def stand_by(roll: RoundMembership | None, standing: Standing) -> None:
+def stand_by(round_membership: RoundMembership | None, standing: Standing) -> None:
     """All slices of a server have this worker's last commit: sets its standing to that commit's turn, unless it has
     gone on.
 
     The worker that knew the turn may be gone.
     """
-    if roll is not None and standing.turn() < roll.turn:
-        standing.phase, standing.phase_began = roll.phase, standing.clock - roll.number
+    if round_membership is not None and standing.turn() < round_membership.turn:
+        standing.phase, standing.phase_began = round_membership.phase, standing.clock - round_membership.number
         standing.inactive = standing.at_barrier = False
-    if roll is not None and (standing.name, standing.incarnation, standing.clock) in roll.late:
+    if (
+        round_membership is not None
+        and (standing.name, standing.incarnation, standing.clock) in round_membership.late
+    ):
         standing.late = standing.clock
 
 
@@ -211,7 +231,7 @@ class Rounds(Generic[T]):
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
         self._barrier_epoch = 0  # its first phase
         self.closed = (-BARRIER_EPOCH, 0)  # with spare workers: the last round that was closed
-        self.rolls = RoundMemberships()  # likewise, the last memberships
+        self.round_memberships = RoundMemberships()  # likewise, the last memberships
         self._following: dict[
             tuple[int, int], RoundMembership
         ] = {}  # open rounds that were closed by other servers, or before a move
@@ -249,9 +269,9 @@ class Rounds(Generic[T]):
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
         if self.policy.spare:
-            roll = self.rolls.find(worker, incarnation, clock)
-            if roll is not None:
-                return self._follow(standing, Commit(worker, incarnation, clock, item), roll)
+            round_membership = self.round_memberships.find(worker, incarnation, clock)
+            if round_membership is not None:
+                return self._follow(standing, Commit(worker, incarnation, clock, item), round_membership)
             if not self.decides:
                 raise ProtocolError(f"{worker} commits clock {clock}, whose round is not known")
         self._enter_barrier_epoch(phase)
@@ -262,7 +282,7 @@ class Rounds(Generic[T]):
         if not self.policy.in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         if self.policy.spare and standing.turn() <= self.closed:
-            self.rolls.was_late(self.closed, commit[:3])
+            self.round_memberships.was_late(self.closed, commit[:3])
             return self._is_late(standing, commit, self.closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
@@ -274,36 +294,36 @@ class Rounds(Generic[T]):
 
     # -- round memberships --------------------------------------------------------------------------------
 
-    def learn(self, roll: RoundMembership) -> None:
+    def learn(self, round_membership: RoundMembership) -> None:
         """Another server has closed a round."""
-        self.rolls.learn(roll)
-        self.closed = max(self.closed, roll.turn)
+        self.round_memberships.learn(round_membership)
+        self.closed = max(self.closed, round_membership.turn)
 
-    def roll_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
+    def membership_to_tell(self, worker: str, incarnation: int, clock: int) -> RoundMembership | None:
         """With spare workers and several servers: the membership that a worker must send to the other servers, if
         any.
         """
         if not self.policy.spare or self.is_alone or not self.decides:
             return None
         # A commit restored with a worker's copy whose round is unknown is void on other servers.
-        known = self.rolls.find(worker, incarnation, clock)
+        known = self.round_memberships.find(worker, incarnation, clock)
         return known or RoundMembership(*self.closed, [], [(worker, incarnation, clock)])
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
         """Whether it is known here that this commit counts or was late."""
-        return not self.policy.spare or self.rolls.find(worker, incarnation, clock) is not None
+        return not self.policy.spare or self.round_memberships.find(worker, incarnation, clock) is not None
 
-    def _follow(self, standing: Standing, commit: Commit[T], roll: RoundMembership) -> Verdict[T]:
+    def _follow(self, standing: Standing, commit: Commit[T], round_membership: RoundMembership) -> Verdict[T]:
         """The membership of this commit is known: follows it."""
-        self._enter_barrier_epoch(roll.phase)
+        self._enter_barrier_epoch(round_membership.phase)
         standing.clock = commit.clock
         standing.position += 1
         standing.inactive = standing.at_barrier = False
-        if commit[:3] in roll.late:
-            return self._is_late(standing, commit, roll.turn)
-        standing.phase, standing.phase_began = roll.phase, commit.clock - roll.number
-        self._open.setdefault(roll.turn, {})[commit.worker] = commit
-        self._following[roll.turn] = roll
+        if commit[:3] in round_membership.late:
+            return self._is_late(standing, commit, round_membership.turn)
+        standing.phase, standing.phase_began = round_membership.phase, commit.clock - round_membership.number
+        self._open.setdefault(round_membership.turn, {})[commit.worker] = commit
+        self._following[round_membership.turn] = round_membership
         return Verdict("new", self._whole_rounds(), self.waiting_reason)
 
     def drop_undecided(self, worker: str, incarnation: int) -> None:
@@ -459,7 +479,7 @@ class Rounds(Generic[T]):
             standing.phase_began = min(standing.phase_began, clock)
             standing.late = standing.late if standing.late <= clock else 0  # it is decided again
             if self.policy.spare:
-                stand_by(self.rolls.find(standing.name, standing.incarnation, clock), standing)
+                stand_by(self.round_memberships.find(standing.name, standing.incarnation, clock), standing)
         newest = max((s.phase for s in self.standings.values()), default=self._barrier_epoch)
         self._barrier_epoch = min(newest // BARRIER_EPOCH * BARRIER_EPOCH, 0)
         # possibly of a worker that enters after a barrier, which the others have passed too
@@ -507,7 +527,7 @@ class Rounds(Generic[T]):
 
     def _newest_in_barrier_epoch(self) -> RoundMembership | None:
         """The newest membership of this barrier epoch. Workers that passed a barrier were answered by all servers."""
-        return self.rolls.newest if self.closed[0] >= self._barrier_epoch else None
+        return self.round_memberships.newest if self.closed[0] >= self._barrier_epoch else None
 
     def _not_through(self) -> list[str]:
         """With spare workers: those that block the next round, since the last one may not be on all slices yet."""

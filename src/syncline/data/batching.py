@@ -85,11 +85,11 @@ def batches(
     Of shards, `shuffle` mixes the order; inside a job a batch does not cross them, so that each may end with a small
     one, and `drop_last` is refused.
 
-    Inside a job its workers share the pass: each sample goes to one of them, and counts with its next push, whoever
-    dies, joins or is slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that the job
-    has finished yields nothing, one that is under way what is left. Sources are told apart by the order in which they
-    are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so does a process
-    without a job, whose n-th call with a source is epoch n too.
+    Inside a job its workers share the pass: each sample goes to one of them and counts with its next push, also when
+    workers die, join or are slow. The n-th call with a source is epoch n of the job, or `epoch` says which: one that
+    the job has finished yields nothing, one that is under way what is left. Sources are told apart by the order in
+    which they are first read, or by `name`. `alone`: this worker reads all of it by itself, for an evaluation; so
+    does a process without a job, whose n-th call with a source is epoch n too.
     """
     batch_size = _checked(source, batch_size)
     if drop_last and not isinstance(source, Source):

@@ -99,9 +99,9 @@ class InProcess:
         # Imported here: a worker with its server in a child process needs none of this.
         from syncline.server.pool import InlinePool
         from syncline.server.service import Server
-        from syncline.server.storage import home_of
+        from syncline.server.storage import storage_of
 
-        home = self._channel_storage(name) or home_of(self.coordinator.config.server_device, say(name))
+        storage = self._channel_storage(name) or storage_of(self.coordinator.config.server_device, say(name))
         stamp, self._hosts[name] = self.stamp(), host
 
         def dial(member: Member) -> Endpoint:
@@ -110,7 +110,7 @@ class InProcess:
             return Endpoint(self.pair(me, there, self._server(member.name)), stamp)
 
         server = Server(
-            name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, home=home, dial=dial
+            name, InlinePool(), create_memory=HeapMemory, log=say(name), over=_ignore, storage=storage, dial=dial
         )
         self.servers[name] = server
         link = self.link("server", name, server, stamp)

@@ -28,7 +28,7 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.server.pool import ThreadPool
 from syncline.server.service import Server
-from syncline.server.storage import SliceStorage, home_of
+from syncline.server.storage import SliceStorage, storage_of
 
 
 class End(NamedTuple):
@@ -92,7 +92,7 @@ class Serving:
             create_memory=shm.create,
             log=self.log,
             over=self._over,
-            home=_home(device_channel, self._config.server_device, self.log),
+            storage=_storage(device_channel, self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
         )
@@ -275,9 +275,9 @@ class _Process:
         return end.code
 
 
-def _home(device_channel: DeviceChannel | None, device: str, log: Callable[[str], None]) -> SliceStorage:
+def _storage(device_channel: DeviceChannel | None, device: str, log: Callable[[str], None]) -> SliceStorage:
     if device_channel is None:
-        return home_of(device, log)
+        return storage_of(device, log)
     from syncline.server.device_storage import ChannelStorage  # imports torch
 
     return ChannelStorage(device_channel, log)

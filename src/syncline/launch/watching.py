@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Message)
 
 
 def reach_coordinator(file: JobFile, seconds: float) -> Endpoint:
-    """A connection for whoever looks at the job from outside."""
+    """A connection for commands that look at the job from outside."""
     identity = tcp.Identity(file.job, file.token_bytes, Peer("launcher", "launcher", 0))
     return Endpoint(tcp.connect_tcp(file.host, file.port, identity, seconds), Stamp(file.job))
 

@@ -49,7 +49,7 @@ class Sockets:
         self.address = Address(self._listener.address.unix, here, self._listener.address.port)
 
     def is_in(self, joined: Joined) -> None:
-        """This process is a member now: it says so to whoever connects."""
+        """This process is a member now: it says so to each peer that connects."""
         me = myself(joined)
         self._identity = tcp.Identity(
             self._identity.job, self._identity.token, Peer("worker", me.name, me.incarnation)

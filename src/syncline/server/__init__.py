@@ -26,8 +26,6 @@ part              a `core.layout.Slice`: where a slice begins and ends
 work              a `SliceTask`, mostly a `RoundTask`: a decided round that the slices have yet to apply
 flow              the `RoundExecutor`
 item              `Commit.item`: the `StagedCommit` of a commit that the core has ordered
-home              the `SliceStorage` of a slice
-roll              a `RoundMembership` (spare workers only)
-departures        the `WorkerRemoval`
-holding           the `AdmissionQueue`: commits that wait for the next generation
+storage           the `SliceStorage` of a slice
+admission_queue   commits that wait for the next generation
 """

@@ -95,7 +95,7 @@ class SharedRegions:
         self._lent: dict[str, Lent] = {}
         self._lock = threading.Lock()
 
-    def lend(self, request: Request, message: ShareRegion) -> None:
+    def share(self, request: Request, message: ShareRegion) -> None:
         """Maps the primary's memory and allocates a block for the slices to come."""
         memory = request.attachment
         if memory is None or memory.array.nbytes < message.num_bytes:
@@ -142,12 +142,12 @@ class Backups:
         self,
         blocks: Blocks,
         pool: Pool,
-        home: SliceStorage,
+        storage: SliceStorage,
         *,
         find: Callable[[int], tuple[Segment, Slice]],
         check_sender: Callable[[Peer, int], None],
     ) -> None:
-        self._blocks, self._pool, self._home = blocks, pool, home
+        self._blocks, self._pool, self._storage = blocks, pool, storage
         self._find, self._check_sender = find, check_sender
         self._learn: Callable[[RoundMembership], None] | None = None
         self._ring: RingRounds | None = None
@@ -155,7 +155,7 @@ class Backups:
         # Slices promoted here, kept until their old primaries have installed the generation. An old primary whose
         # hold has expired may go on, and its updates must arrive here.
         self._promoted: dict[int, Backup] = {}
-        self.lenders, self.sums = SharedRegions(blocks), SumDecoder(find)
+        self.shared_regions, self.sums = SharedRegions(blocks), SumDecoder(find)
         self._num_thaws = 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -281,7 +281,7 @@ class Backups:
             (entry, numbers_in(np.frombuffer(buffer, np.uint8), entry.dtype).reshape(entry.shape))
             for entry, buffer in zip(message.entries, states, strict=True)
         ]
-        with slot.lock, self._home.at_work():
+        with slot.lock, self._storage.at_work():
             slot.rules.about_to_change()
             slot.state.writing = True
             buffer_of(slot.memory)[:] = values
@@ -291,24 +291,24 @@ class Backups:
             slot.uploaded, slot.state.writing = True, False
         backup.slot, backup.primary = slot, request.peer.name
         if message.lent is not None:
-            backup.region = self.lenders.region(request.peer, message, slot.part)
+            backup.region = self.shared_regions.region(request.peer, message, slot.part)
         request.reply(Replicated(message.version))
 
     def _make_slot(self, peer: Peer, message: Seed) -> HostedSlice:
         segment, part = self._find(message.slice)
         if message.lent is not None:
-            block = self.lenders.find(peer, message.lent).block
+            block = self.shared_regions.find(peer, message.lent).block
             view = self._blocks.take(block, part, message.offset)
         else:
             block = self._blocks.make(part.num_bytes)
             view = self._blocks.take(block, part, 0)
             self._blocks.let_go(block)  # only the slice keeps the block now
-        return HostedSlice(segment, part, view, self._home)
+        return HostedSlice(segment, part, view, self._storage)
 
     def take_update(self, backup: Backup, request: Request, message: Replicate) -> None:
         slot = slot_of(backup, message)
-        if message.roll is not None and self._learn is not None:
-            self._learn(message.roll)
+        if message.round_membership is not None and self._learn is not None:
+            self._learn(message.round_membership)
         with slot.lock:
             if not self._is_in(slot, message):
                 self._apply(slot, message, self._next(backup, slot, request, message))
@@ -333,7 +333,7 @@ class Backups:
 
     def _apply(self, slot: HostedSlice, message: Replicate, region: Region | None) -> None:
         clocks = [((name, incarnation), clock) for name, incarnation, clock in message.clocks]
-        with self._home.at_work():
+        with self._storage.at_work():
             gradients = slot.rules.as_pieces(region.flat, message.has) if region is not None else []
             try:
                 how = HowApplied(dict(message.overrides), message.scale, message.counts, message.gather)

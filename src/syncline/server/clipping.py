@@ -72,7 +72,7 @@ class Clipping:
                 self._flow.log(line)
         for clock, request in requests:
             if request is not None:
-                request.reply(AskClip(clock, work.share, work.roll))
+                request.reply(AskClip(clock, work.share, work.round_membership))
 
     def asked_for(self, key: Key) -> RoundTask | None:
         """The round of this commit, if it waits for the norm over all servers."""

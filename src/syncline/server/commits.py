@@ -94,33 +94,33 @@ class Commits:
         self.entered: dict[str, int] = {}  # worker -> the generation in which it last entered
         self.ranks = Ranks(rounds, flow)
         self._staged: dict[Key, Staged] = {}
-        self.departures = WorkerRemoval(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
-        self.holding = AdmissionQueue(rounds, slices, flow.idle)
+        self.worker_removal = WorkerRemoval(rounds, slices, flow, staging, self._staged, gone=self.ranks.choose_chief)
+        self.admission_queue = AdmissionQueue(rounds, slices, flow.idle)
         self._set_back: dict[Identity, int] = {}  # how many clocks workers were moved back here
         self.num_commits = self.num_late = 0
 
-    def learn(self, roll: RoundMembership) -> None:
-        """With spare workers: the server of slice 0 has closed a round; `roll` is its membership."""
+    def learn(self, round_membership: RoundMembership) -> None:
+        """With spare workers: the server of slice 0 has closed a round; `round_membership` is its membership."""
         with self.state_lock:
-            self.rounds.learn(roll)
+            self.rounds.learn(round_membership)
 
-    def _hear_roll(self, peer: Peer, message: Stage | CommitStaged) -> None:
+    def _hear_membership(self, peer: Peer, message: Stage | CommitStaged) -> None:
         """Under `state_lock`: a worker reports the membership of its round."""
-        roll = message.roll if isinstance(message, CommitStaged) else None
-        if roll is None:
+        round_membership = message.round_membership if isinstance(message, CommitStaged) else None
+        if round_membership is None:
             return
         if self.rounds.decides:
             raise ProtocolError(f"{peer} announces a round's members to the server that decides them")
-        if (peer.name, peer.incarnation, message.clock) not in (*roll.members, *roll.late):
+        if (peer.name, peer.incarnation, message.clock) not in (*round_membership.members, *round_membership.late):
             raise ProtocolError(f"{peer} announces a round's members, and was neither in that round nor late for it")
-        self.rounds.learn(roll)
+        self.rounds.learn(round_membership)
 
     def learn_held(self) -> None:
         """Under `state_lock`: learns the round memberships that held commits carry."""
-        for request in self.holding.waiting():
+        for request in self.admission_queue.waiting():
             if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
                 with contextlib.suppress(ProtocolError):  # it is refused when its turn comes
-                    self._hear_roll(request.peer, request.message)
+                    self._hear_membership(request.peer, request.message)
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -192,15 +192,15 @@ class Commits:
         """
         peer, clock = request.peer, message.clock
         with self.state_lock:
-            if self.holding.is_on:
+            if self.admission_queue.is_on:
                 later = functools.partial(self._commit, request, message)
-                if self.holding.keeps(request, "commit", clock, later):
+                if self.admission_queue.keeps(request, "commit", clock, later):
                     return
             if request.generation < self.moved:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
             key = (peer.name, peer.incarnation, clock)
-            self._hear_roll(peer, message)
+            self._hear_membership(peer, message)
             contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
             if clock > standing.clock + 1:
@@ -240,7 +240,7 @@ class Commits:
         """The contribution of this commit: the staged one, or the earlier one if the commit is repeated."""
         known = self.rounds.open_commit(peer.name, clock) if clock == standing.clock else None
         if staged is not None:
-            missing = self.departures.not_staged((peer.name, peer.incarnation), *staged)
+            missing = self.worker_removal.not_staged((peer.name, peer.incarnation), *staged)
             if missing is not None and clock >= standing.clock:
                 raise ProtocolError(f"{peer} commits slice {missing}, whose bytes it has not staged")
             contribution = staged[0]
@@ -261,7 +261,7 @@ class Commits:
         work = self.flow.clipping.asked_for(key)
         if work is None or work.applied:
             return False
-        request.reply(AskClip(key[2], work.share, work.roll))
+        request.reply(AskClip(key[2], work.share, work.round_membership))
         return True
 
     def _catch_up(self, standing: Standing, clock: int) -> None:
@@ -298,7 +298,7 @@ class Commits:
         key = (request.peer.name, request.peer.incarnation, message.clock)
         with self.state_lock:
             later = functools.partial(self.give_clip, request, message)
-            if self.holding.keeps(request, "clip", message.clock, later):
+            if self.admission_queue.keeps(request, "clip", message.clock, later):
                 return
             self.check_generation(request)
             work = self.flow.clipping.asked_for(key)
@@ -319,7 +319,7 @@ class Commits:
     def rest(self, request: Request, message: Rest) -> None:
         peer = request.peer
         with self.state_lock:
-            if self.holding.keeps(request, "rest", 0, functools.partial(self.rest, request, message)):
+            if self.admission_queue.keeps(request, "rest", 0, functools.partial(self.rest, request, message)):
                 return
             self.check_generation(request)
             if request.generation < self.entered.get(peer.name, 0):
@@ -338,30 +338,30 @@ class Commits:
         """No snapshot may fall between the loads of several servers."""
         with self.state_lock:
             later = functools.partial(self.about_to_load, request, message)
-            if message.about == 1 and self.holding.keeps(request, "rest", 0, later):
+            if message.about == 1 and self.admission_queue.keeps(request, "rest", 0, later):
                 return
             self.check_generation(request)
             worker = (request.peer.name, request.peer.incarnation)
-            self.holding.loading.discard(worker)
+            self.admission_queue.loading.discard(worker)
             if message.about == 1 and request.endpoint.is_open:
-                self.holding.loading.add(worker)
+                self.admission_queue.loading.add(worker)
         request.reply(Done())
 
     def lost(self, worker: Identity) -> None:
         """The worker's last connection is closed."""
         with self.state_lock:
-            self.holding.loading.discard(worker)
-        self.departures.lost(worker)
+            self.admission_queue.loading.discard(worker)
+        self.worker_removal.lost(worker)
 
     def leave(self, request: Request) -> None:
         peer = request.peer
         with self.state_lock:
-            if self.holding.keeps(request, "leave", 0, functools.partial(self.leave, request)):
+            if self.admission_queue.keeps(request, "leave", 0, functools.partial(self.leave, request)):
                 return
             works: list[SliceTask] = []
             if peer.name in self.rounds.standings:
                 works += self.flow.enqueue(self.rounds.leave(peer.name, peer.incarnation))
-                self.departures.let_go((peer.name, peer.incarnation))
+                self.worker_removal.let_go((peer.name, peer.incarnation))
             works += self.flow.flush(functools.partial(_flushed, request))
         self.flow.run(works)
         if not self.flow.gathers:
@@ -417,7 +417,7 @@ class Commits:
         if not self.decoding.takes_all:
             self.staging.keep_only(self._slices)
         self.ranks.choose_chief()
-        return asked, self.holding.take_all()
+        return asked, self.admission_queue.take_all()
 
 
 def _flushed(request: Request, error: RuleError | None) -> None:

@@ -93,8 +93,8 @@ class Writer(Protocol):
 class SnapshotSlice:
     """One slice as of the snapshot. Its data stays in the live slice until it is taken."""
 
-    def __init__(self, slot: HostedSlice, marks: CowSnapshot) -> None:
-        self.slot, self._marks = slot, marks
+    def __init__(self, slot: HostedSlice, snapshot: CowSnapshot) -> None:
+        self.slot, self._snapshot = slot, snapshot
         self.version = slot.state.version
         self.clocks = tuple(slot.state.clock_entries())
         self.num_bytes = 0  # with rule state, once known
@@ -138,17 +138,17 @@ class SnapshotSlice:
 
     def keep(self, waits: bool) -> None:
         """Under the slice's lock, before an update: keeps the old data. The update goes on even if the save fails."""
-        if self.is_taken or self._marks.is_over:
+        if self.is_taken or self._snapshot.is_over:
             return
         self.is_taken = True
         try:
             self.entries()
             if self._copy():
-                self._marks.was_copied(self)
+                self._snapshot.was_copied(self)
             else:
-                self._marks.wait_for_writer(self, WORD_SECONDS if waits else 0.0)
+                self._snapshot.wait_for_writer(self, WORD_SECONDS if waits else 0.0)
         except Exception as error:
-            self._marks.fail(f"slice {self.slot.part.id}: {error}")
+            self._snapshot.fail(f"slice {self.slot.part.id}: {error}")
 
     def let_go(self) -> None:
         """Under the slice's lock: the data is no longer needed."""
@@ -167,14 +167,14 @@ class SnapshotSlice:
 
     def _live(self) -> Iterator[tuple[str, Bytes]]:
         """The bytes of the live slice: its parameters, then its rule state."""
-        with self.slot.home.at_work():
+        with self.slot.storage.at_work():
             yield self.name, self.slot.memory
             for entry, numbers in self.slot.rules.live_state():
                 yield self._name_of(entry), bytes_of(numbers)
 
     def _copy(self) -> bool:
         """Copies the slice. Returns False if there is no memory."""
-        memory = self._marks.reserve(self.num_bytes)
+        memory = self._snapshot.reserve(self.num_bytes)
         if memory is None:
             return False
         at = 0
@@ -187,7 +187,7 @@ class SnapshotSlice:
     def take(self, writer: Writer) -> None:
         """Copies the slice for the file's writer, before `write`; writes it directly if there is no memory."""
         with self.slot.lock:
-            if self.is_taken or self._marks.is_over:  # it may be marked for the next save by now
+            if self.is_taken or self._snapshot.is_over:  # it may be marked for the next save by now
                 return
             self.is_taken = True
             self.unhook()
@@ -204,7 +204,7 @@ class SnapshotSlice:
         for name, num_bytes in sizes:
             writer.write(name, buffer_of(kept[at : at + num_bytes]))
             at += num_bytes
-        self._marks.free(kept)
+        self._snapshot.free(kept)
 
 
 class CowSnapshot:

@@ -219,7 +219,7 @@ class DeviceStorage(SliceStorage):
         self._registered.close()
 
 
-def device_home(name: str, say: Callable[[str], None]) -> DeviceStorage:
+def device_storage_of(name: str, say: Callable[[str], None]) -> DeviceStorage:
     """`--server-device cuda` or `cuda:N`."""
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count()

@@ -127,7 +127,9 @@ class RoundExecutor:
             if self._ring is not None:
                 self._ring.expect(work)
             if self._rounds.policy.spare:
-                work.roll = self._rounds.rolls.find(commits[0].worker, commits[0].item.incarnation, commits[0].clock)
+                work.round_membership = self._rounds.round_memberships.find(
+                    commits[0].worker, commits[0].item.incarnation, commits[0].clock
+                )
             self._busy.add(work)
             for commit in commits:
                 self._under_way[commit.worker, commit.item.incarnation, commit.clock] = work
@@ -342,16 +344,16 @@ class RoundExecutor:
     def reply(self, commit: Held) -> None:
         """Answers a commit and its repetitions: with versions, or with the bytes of slices not sent yet."""
         with self.state_lock:
-            roll = self._rounds.roll_to_tell(*key_of(commit))
+            round_membership = self._rounds.membership_to_tell(*key_of(commit))
         for item in commit.item.sayings():
             request, answer = item.request, item.answer
             assert request is not None
             if answer is None:
-                self._pulls.committed(request, commit.clock, commit.item, roll)
+                self._pulls.committed(request, commit.clock, commit.item, round_membership)
                 continue
             for slot in self._pulls.readable():
                 answer.applied(slot)  # the slices it was not told of yet
-            answer.hear(commit.item, roll)
+            answer.hear(commit.item, round_membership)
             self._pulls.land(request, item.slot, reads=True)
             answer.finish()
         if faults.armed is not None:

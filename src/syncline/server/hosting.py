@@ -62,21 +62,21 @@ class Hosting:
     def __init__(
         self,
         pool: Pool,
-        home: SliceStorage,
+        storage: SliceStorage,
         *,
         create_memory: Callable[[int], Memory],
         dial: Dial,
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self.home, self._dial, self._log = pool, home, dial, log
+        self._pool, self.storage, self._dial, self._log = pool, storage, dial, log
         self.create_memory = create_memory
         self.name = ""
         self.segments: dict[int, Segment] = {}
         self._parts: dict[int, tuple[Segment, Slice]] = {}
         self.slices: dict[int, HostedSlice] = {}  # whose primary is this server
         self._arriving: dict[int, HostedSlice] = {}  # whose primary is this server from the next generation on
-        self.blocks = Blocks(create_memory, home, log)
-        self.backups = Backups(self.blocks, pool, home, find=self.find, check_sender=self.check_sender)
+        self.blocks = Blocks(create_memory, storage, log)
+        self.backups = Backups(self.blocks, pool, storage, find=self.find, check_sender=self.check_sender)
         self.replica_sets: dict[int, ReplicaSet] = {}
         self._primaries: dict[int, str] = {}  # by slice: the incarnation of its primary
         self._members: dict[str, Member] = {}
@@ -121,7 +121,7 @@ class Hosting:
             try:
                 for part in wanted:
                     view = self.blocks.take(block, part, offset)
-                    made[part.id] = HostedSlice(segment, part, view, self.home)
+                    made[part.id] = HostedSlice(segment, part, view, self.storage)
                     offset += aligned(part.num_bytes)
             except SynclineError:
                 self.blocks.drop(part.id for part in wanted)
@@ -300,7 +300,7 @@ class Hosting:
             else:
                 self._become_other(replica_set)
         there = {(member.name, member.incarnation) for member in members}
-        self.backups.lenders.forget_but(set(self._members))
+        self.backups.shared_regions.forget_but(set(self._members))
         with self._partners_lock:
             return [self._partners.pop(key) for key in list(self._partners) if key not in there]
 

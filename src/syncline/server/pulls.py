@@ -111,7 +111,9 @@ class Pulls:
         """The hosted slices have changed."""
         self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
 
-    def committed(self, request: Request, clock: int, item: StagedCommit, roll: RoundMembership | None) -> None:
+    def committed(
+        self, request: Request, clock: int, item: StagedCommit, round_membership: RoundMembership | None
+    ) -> None:
         """Replies with versions only: the worker reads shared memory, or takes no parameters (`reads`)."""
         versions = []
         worker, message = request.peer.name, request.message
@@ -124,7 +126,7 @@ class Pulls:
             if reads:
                 slot.state.seen[worker] = version
             versions.append(version)
-        request.reply(Committed(clock, versions, [], item.clocks, item.is_late, roll, item.is_skipped))
+        request.reply(Committed(clock, versions, [], item.clocks, item.is_late, round_membership, item.is_skipped))
 
     def land(self, request: Request, number: int, *, reads: bool) -> dict[int, int]:
         """Copies parameters to the arenas that this worker has on the GPU, if it `reads`; their versions by slice.

@@ -57,7 +57,7 @@ class ServerReconfiguration:
         """`cut_off` closes the connections of a removed worker, which releases its pins."""
         self._voting = voting  # in a ring
         self._name, self._commits, self._hosting, self._pulls = name, commits, hosting, pulls
-        self._flow, self._departures, self._state_lock = commits.flow, commits.departures, commits.state_lock
+        self._flow, self._worker_removal, self._state_lock = commits.flow, commits.worker_removal, commits.state_lock
         self.installed, self._is_late = generation if not is_late else 0, is_late
         self._replicas, self._log, self.hold_seconds = replicas, log, hold_seconds
         self._supplying = threading.Lock()
@@ -94,8 +94,8 @@ class ServerReconfiguration:
             self._check_newer(message)
             before, hold = self._hold, _Hold(message)
             self._hold = hold
-            self._commits.holding.hold()
-            told = [self._departures.fence(*worker) for worker in message.fenced]
+            self._commits.admission_queue.hold()
+            told = [self._worker_removal.fence(*worker) for worker in message.fenced]
             if self._voting is not None and message.moves:
                 self._voting.freeze()  # before backups are released: leaving servers still vote
         if before is not None:
@@ -163,16 +163,18 @@ class ServerReconfiguration:
         num_orphans = rounds.num_orphans() + self._flow.clipping.num_orphans()
         clocks = [(*worker, clock) for worker, clock in self._hosting.highest_clocks().items()]
         reach = self._hosting.reach(
-            message.replica_sets, message.fenced, lambda who: self._departures.reach(*who, moves=message.moves)
+            message.replica_sets, message.fenced, lambda who: self._worker_removal.reach(*who, moves=message.moves)
         )
         self._commits.learn_held()
-        rolls = rounds.rolls.entries()
+        round_memberships = rounds.round_memberships.entries()
         is_voter = self._voting is not None and self._name in self._voting.votes.voters
         # A server that is not fully supplied has not voted: the other servers' reports count.
         holds = self._holds(clocks) if is_voter and message.moves and self._hosting.has_all() else None
         is_primary = bool(self._hosting.slices) or is_voter  # it receives all commits and opens rounds
         updates = self._hosting.most_updates()
-        return Prepared(standings, num_orphans, clocks, reach, is_primary, rolls, holds, updates, rounds.num_open)
+        return Prepared(
+            standings, num_orphans, clocks, reach, is_primary, round_memberships, holds, updates, rounds.num_open
+        )
 
     def _holds(self, applied: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
         """In a ring: the clock of each worker up to which everything is here."""
@@ -187,10 +189,10 @@ class ServerReconfiguration:
             if self._hold is not hold or hold.is_installing or self.is_half_way or self._is_closed:
                 return
             self._hold = None
-            self._commits.holding.let_go()
+            self._commits.admission_queue.let_go()
         if self._voting is not None:
             self._voting.thaw()
-        self._commits.holding.decide()
+        self._commits.admission_queue.decide()
 
     # -- install ------------------------------------------------------------------------------------------
 
@@ -248,12 +250,12 @@ class ServerReconfiguration:
         works: list[SliceTask] = []
         with self._state_lock:
             self._check_current(hold)
-            for roll in message.rolls:
-                self._commits.learn(roll)
+            for round_membership in message.round_memberships:
+                self._commits.learn(round_membership)
             for entry in message.settle:
-                works += self._departures.settle(*entry)
+                works += self._worker_removal.settle(*entry)
             for worker in fenced:
-                works += self._departures.let_out(*worker)
+                works += self._worker_removal.let_out(*worker)
             lost = self._flow.clipping.forget_orphans()
             for standing in message.standings:
                 self._commits.rounds.enter(standing)
@@ -262,7 +264,7 @@ class ServerReconfiguration:
             ways = self._hosting.take_replica_sets(hold.message.replica_sets, message.members)
             self._begin(message, through)
             works += self._flow.fence(fenced, through.open) if fenced else []
-            self._commits.holding.let_go()
+            self._commits.admission_queue.let_go()
         if not fenced:
             through.open()
         for line in lost:
@@ -270,7 +272,7 @@ class ServerReconfiguration:
         for way in ways:
             way.close()
         self._flow.run(works)
-        self._commits.holding.decide()
+        self._commits.admission_queue.decide()
 
     def _move(self, hold: _Hold, message: Install, through: Latch) -> Callable[[], None]:
         """Installs a generation with new primaries: open commits are dropped and must be replayed; the slices' clocks
@@ -281,15 +283,15 @@ class ServerReconfiguration:
         run: Callable[[], None]
         with self._state_lock:
             self._check_current(hold)
-            for roll in message.rolls:
-                self._commits.learn(roll)
+            for round_membership in message.round_memberships:
+                self._commits.learn(round_membership)
             # A step that any server has counts everywhere if its bytes are here. Leaving slices take no more updates:
             # their new primaries may be active and see by the clocks what they lack.
             self._commits.rounds.decides = False  # other servers may have dropped the bytes of open rounds
             if self._voting is None:
                 self._flow.hosts_others(self._hosting.leaving(replica_sets))
                 for entry in message.settle:
-                    works += self._departures.settle(*entry)
+                    works += self._worker_removal.settle(*entry)
                 run = functools.partial(self._flow.run, works)
             else:
                 clocks = {(name, incarnation): clock for name, incarnation, clock in message.settle}
@@ -315,7 +317,7 @@ class ServerReconfiguration:
                 clocks |= {(name, incarnation): clock for name, incarnation, clock in message.settle}
             asked, held = self._commits.reset(message.generation, message.standings, clocks)
             for worker in fenced:
-                self._departures.let_go(worker)
+                self._worker_removal.let_go(worker)
             self._begin(message, through)
             # Directly, not through primaries: new primaries may be active before their backups know them.
             self._hosting.fence(fenced)

@@ -209,7 +209,7 @@ def replicate_message(
         wants_digest,
         acks_of(commits) if is_first else [],
         late_of(commits) if is_first else [],
-        work.roll,
+        work.round_membership,
         ballot,
         counts=work.counts,
         gather=work.gather,
@@ -223,7 +223,7 @@ def digest_of(slot: HostedSlice) -> bytes:
 def seed_of(slot: HostedSlice, lent: tuple[int, int] | None) -> OutgoingMessage:
     """Under the slice's lock: a copy of all there is of it."""
     entries, buffers = [], [buffer_of(slot.memory.copy())]
-    with slot.home.at_work():
+    with slot.storage.at_work():
         for entry, tensor in slot.rules.state(with_held=True):
             entries.append(entry)
             buffers.append(buffer_of(bytes_of(tensor).copy()))

@@ -241,8 +241,8 @@ class PartialAnswer:
         self._lock = threading.Lock()
         self._word: tuple[StagedCommit, RoundMembership | None] | None = None  # the content of the end
 
-    def hear(self, item: StagedCommit, roll: RoundMembership | None) -> None:
-        self._word = (item, roll)
+    def hear(self, item: StagedCommit, round_membership: RoundMembership | None) -> None:
+        self._word = (item, round_membership)
 
     @property
     def copies(self) -> bool:
@@ -362,9 +362,13 @@ class PartialAnswer:
     def _send_end(self) -> None:
         answer, buffers, num_bytes = self._message(self._ready)
         if self._word is not None:
-            item, roll = self._word
+            item, round_membership = self._word
             answer = msgspec.structs.replace(
-                answer, clocks=item.clocks, late=item.is_late, roll=roll, skipped=item.is_skipped
+                answer,
+                clocks=item.clocks,
+                late=item.is_late,
+                round_membership=round_membership,
+                skipped=item.is_skipped,
             )
         try:
             self._request.reply(answer, buffers, num_bytes)

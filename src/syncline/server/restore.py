@@ -147,7 +147,7 @@ class Taking:
     def load(self) -> None:
         """Loads the assembled data into the rules."""
         states, self._states = self._states, {}
-        with self.slot.lock, self.slot.home.at_work():
+        with self.slot.lock, self.slot.storage.at_work():
             rules = self.slot.rules
             rules.uploaded()
             rules.load_state([(e, numbers_in(array, e.dtype).reshape(e.shape)) for e, array in states.values()])

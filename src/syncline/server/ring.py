@@ -44,7 +44,7 @@ class Spreading:
         self, spread: Spread, copies: Copies, hosting: Hosting, *, fail: Callable[[RoundTask, Exception], None]
     ) -> None:
         self._spread, self._copies, self._hosting, self._fail = spread, copies, hosting, fail
-        self._backups, self._home = hosting.backups, hosting.home
+        self._backups, self._storage = hosting.backups, hosting.storage
         copies.backups = hosting.backups
 
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class Spreading:
             work.slice_held()
 
     def _summed(self, work: RoundTask, backup: Backup, slot: HostedSlice) -> Held:
-        with slot.lock, self._home.at_work():
+        with slot.lock, self._storage.at_work():
             update = slot.summed(work, own_region(backup, slot))
             return message_of(slot, update, work.ballot), update.region if update.has else None
 

@@ -33,11 +33,11 @@ class Ring:
         self.voting = voting = Voting(
             hosting.name, flow.state_lock, hosting.backups, pool,
             partners=hosting.partners_named, run=flow.drain_all, waits=flow.waits,
-            resumes=flow.resumes, may_apply=lambda work: commits.holding.may_apply(work.commits),
+            resumes=flow.resumes, may_apply=lambda work: commits.admission_queue.may_apply(work.commits),
             spreading=spreading,
         )  # fmt: skip
         flow.enter_ring(voting)
-        commits.holding.enter_ring(voting)
+        commits.admission_queue.enter_ring(voting)
         self.group_reducers: ProcessGroupReducers | None = None  #: sums by torch.distributed
         self.host_reducers: HierarchicalReducers | None = None  #: sums by host
         participant = RingParticipant(config, hosting, pool)

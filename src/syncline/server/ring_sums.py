@@ -57,7 +57,7 @@ class RingParticipant:
 
     @property
     def device(self) -> str:
-        device_channel = self._hosting.home.device_channel
+        device_channel = self._hosting.storage.device_channel
         return device_channel.device if device_channel is not None else "cpu"
 
     def find(self, number: int) -> SliceReduction:
@@ -89,10 +89,10 @@ class RingParticipant:
         self._pool.submit(task)
 
     def at_work(self) -> AbstractContextManager[object]:
-        return self._hosting.home.at_work()
+        return self._hosting.storage.at_work()
 
     def settle(self) -> None:
-        self._hosting.home.settle()
+        self._hosting.storage.settle()
 
 
 class TensorRegion(Region):
@@ -131,7 +131,7 @@ class RingReducer:
         reducer = self._reducer = self._factory.begin(generation, sorted(names, key=by_name))
         self._commits.decoding.takes_all = reducer is not None
         staged_by = functools.partial(self._staged_by, reducer) if reducer is not None else None
-        self._commits.departures.stage_by(staged_by)
+        self._commits.worker_removal.stage_by(staged_by)
 
     def _staged_by(self, reducer: RoundReducer, worker: str) -> Iterable[HostedSlice]:
         """The slices whose pushes this worker sends here."""
@@ -168,7 +168,7 @@ class RingReducer:
         with self._state_lock:
             self.end()
             ended, self._ended = self._ended, []
-            self._commits.departures.stage_by(None)
+            self._commits.worker_removal.stage_by(None)
         self._factory.close()
         for reducer in ended:
             reducer.join(CLOSE_SECONDS)

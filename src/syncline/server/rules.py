@@ -86,12 +86,12 @@ _Part = tuple[Numbers, float, float]
 class SliceRules:
     """The rules of one slice, one for each group of its pieces."""
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, storage: SliceStorage) -> None:
         self.segment, self.part = segment, part
         self.pieces = segment.pieces(part)
         of.choose_kind({segment.rule_of(segment.parameters[piece.parameter]).name for piece in self.pieces})
-        self._home, self.host = home, of.numbers_in(memory, part.dtype)
-        self.flat = home.numbers(self.host, part)
+        self._storage, self.host = storage, of.numbers_in(memory, part.dtype)
+        self.flat = storage.numbers(self.host, part)
         self._item_bytes = ITEM_BYTES[part.dtype]
         self._reduce, self._is_integer = segment.reduce, part.dtype in INTEGERS
         self._specs = [segment.rule_of(segment.parameters[piece.parameter]) for piece in self.pieces]
@@ -105,7 +105,7 @@ class SliceRules:
         #: Set while the slice is marked for a save: called once before the slice or its state changes.
         self.before_change: Callable[[bool], None] | None = None
         self._gathered: Gathered | None = None  # made by the first push that is held
-        self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], home.decay)
+        self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], storage.decay)
         self._begin(self._make_rules())
 
     def about_to_change(self, waits: bool = True) -> None:
@@ -150,8 +150,8 @@ class SliceRules:
         """The gradient of each piece from slice-shaped memory, where rules can use it."""
         found: list[Numbers | None] = [None] * len(self.pieces)
         if has:
-            at_home = self.flat is self.host
-            pieces = self._staged_pieces(flat) if at_home else self._split(self._home.bring(flat))
+            in_place = self.flat is self.host
+            pieces = self._staged_pieces(flat) if in_place else self._split(self._storage.bring(flat))
             for index in has:
                 found[index] = pieces[index]
         return found
@@ -210,7 +210,7 @@ class SliceRules:
             return []
         if len(sources) == 1 and self._is_used_as_it_lies(sources[0], round_weight, how):
             return list(self._staged_pieces(sources[0].array))
-        sources = [source._replace(array=self._home.bring(source.array)) for source in sources]
+        sources = [source._replace(array=self._storage.bring(source.array)) for source in sources]
         is_even = all(source.factors is None or len(set(source.factors)) == 1 for source in sources)
         everywhere = is_even and all(all(source.has) for source in sources) and not any(self._assigns)
         if everywhere:
@@ -337,7 +337,7 @@ class SliceRules:
         given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if scale == 1.0 and self._only_group is not None and len(given) == len(self._parameters):
             self._step(self._only_group, given, overrides.get(self._only_group, {}), weight)
-            self._home.publish(self.flat, self.host)
+            self._storage.publish(self.flat, self.host)
             return
         stepping: dict[int, dict[int, Numbers]] = {}
         for index, gradient in given.items():
@@ -353,11 +353,11 @@ class SliceRules:
                 stepping.setdefault(self._groups[index], {})[index] = gradient
         for group, own in stepping.items():
             self._step(group, own, overrides.get(group, {}), weight)
-        self._home.publish(self.flat, self.host)
+        self._storage.publish(self.flat, self.host)
 
     def uploaded(self) -> None:
         """The initial values are here."""
-        self._home.load(self.flat, self.host)
+        self._storage.load(self.flat, self.host)
 
     def _step(
         self, group: int, gradients: Mapping[int, Numbers], override: Mapping[str, Option], weight: float = 1.0
@@ -392,7 +392,7 @@ class SliceRules:
 
     def live_state(self) -> Iterator[tuple[StateEntry, Numbers]]:
         """The same where it lies."""
-        self._home.settle()
+        self._storage.settle()
         for index in range(len(self._parameters)):
             yield from self._state_of(index)
             yield from self._averages.entries(self.part.id, index)

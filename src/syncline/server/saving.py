@@ -67,32 +67,32 @@ class Saving:
         self._log, self.open_writer = log, open_writer
         self.most_bytes = 0  # limit for copies of one save; 0: none
         self._changed = threading.Condition()
-        self.marks: CowSnapshot | None = None
+        self.snapshot: CowSnapshot | None = None
         self._writing: CowSnapshot | None = None
         self._num_writing = 0
 
     def mark(self, number: int, slots: list[HostedSlice]) -> None:
         """Marks the slices, under `state_lock` while no update is in flight. Ends an earlier save."""
         with self._changed:
-            before, self.marks = self.marks, None
+            before, self.snapshot = self.snapshot, None
         _let_go(before)
-        marks = CowSnapshot(number, slots, self.most_bytes, self._log)
+        snapshot = CowSnapshot(number, slots, self.most_bytes, self._log)
         with self._changed:
-            self.marks = marks
+            self.snapshot = snapshot
 
     def end(self, message: EndSave) -> None:
         with self._changed:
-            marks = self.marks
-            if marks is None or marks.number > message.number:
+            snapshot = self.snapshot
+            if snapshot is None or snapshot.number > message.number:
                 return
-            self.marks = None
-        _let_go(marks)
+            self.snapshot = None
+        _let_go(snapshot)
 
     def close(self) -> None:
         """The server is closing and will free its memory."""
         with self._changed:
-            if self.marks is not None:
-                self.marks.end()
+            if self.snapshot is not None:
+                self.snapshot.end()
             self._changed.wait_for(lambda: not self._num_writing, _END_SECONDS)
 
     # -- the file -----------------------------------------------------------------------------------------
@@ -102,50 +102,50 @@ class Saving:
 
     def _write(self, message: WriteMarked) -> WrittenMarked:
         with self._changed:
-            marks = self.marks
-            if marks is None or marks.number != message.number:
+            snapshot = self.snapshot
+            if snapshot is None or snapshot.number != message.number:
                 raise StoreError(f"nothing is marked for save {message.number}")
-            if marks is self._writing:
+            if snapshot is self._writing:
                 raise StoreError(f"save {message.number} is being written already")
-            self._writing = marks
+            self._writing = snapshot
             self._num_writing += 1
         try:
-            return self._write_marked(marks, message)
+            return self._write_marked(snapshot, message)
         finally:
-            marks.end()
-            marks.release()
+            snapshot.end()
+            snapshot.release()
             with self._changed:
-                self.marks = None if self.marks is marks else self.marks
-                self._writing = None if self._writing is marks else self._writing
+                self.snapshot = None if self.snapshot is snapshot else self.snapshot
+                self._writing = None if self._writing is snapshot else self._writing
                 self._num_writing -= 1
                 self._changed.notify_all()
 
-    def _write_marked(self, marks: CowSnapshot, message: WriteMarked) -> WrittenMarked:
-        slices = list(marks.slices)
+    def _write_marked(self, snapshot: CowSnapshot, message: WriteMarked) -> WrittenMarked:
+        slices = list(snapshot.slices)
         writer = self.open_writer(message.folder, message.file, [t for marked in slices for t in marked.plan()])
         try:
-            marks.begin(writer)
-            self._write_all(marks, writer)
-            marks.check()
+            snapshot.begin(writer)
+            self._write_all(snapshot, writer)
+            snapshot.check()
             file = writer.finish()
         except BaseException:
-            marks.end()
-            marks.release()  # after this no update writes the file
+            snapshot.end()
+            snapshot.release()  # after this no update writes the file
             writer.abandon()
             raise
-        return WrittenMarked(file, [m.saved(message.file) for m in slices], marks.num_copied, marks.num_waited)
+        return WrittenMarked(file, [m.saved(message.file) for m in slices], snapshot.num_copied, snapshot.num_waited)
 
-    def _write_all(self, marks: CowSnapshot, writer: Writer) -> None:
+    def _write_all(self, snapshot: CowSnapshot, writer: Writer) -> None:
         """Writes all slices. This thread makes the copies itself, so that updates never wait for a lower-priority
         thread.
         """
         taken: queue.Queue[SnapshotSlice | None] = queue.Queue(1)
-        threads = [threading.Thread(target=_write_some, args=(marks, writer, taken), name=f"save-{k}", daemon=True)
+        threads = [threading.Thread(target=_write_some, args=(snapshot, writer, taken), name=f"save-{k}", daemon=True)
                    for k in range(min(NUM_WRITERS, num_cores()))]  # fmt: skip
         for thread in threads:
             thread.start()
         try:
-            while not marks.is_over and (marked := marks.next()) is not None:
+            while not snapshot.is_over and (marked := snapshot.next()) is not None:
                 marked.take(writer)
                 taken.put(marked)
         finally:
@@ -155,23 +155,23 @@ class Saving:
                 thread.join()
 
 
-def _let_go(marks: CowSnapshot | None) -> None:
+def _let_go(snapshot: CowSnapshot | None) -> None:
     """Ends a save in its own thread: an update may hold a slice's lock while it waits for a slow disk."""
-    if marks is not None:
-        marks.end()
-        threading.Thread(target=marks.release, name="let go", daemon=True).start()
+    if snapshot is not None:
+        snapshot.end()
+        threading.Thread(target=snapshot.release, name="let go", daemon=True).start()
 
 
-def _write_some(marks: CowSnapshot, writer: Writer, taken: queue.Queue[SnapshotSlice | None]) -> None:
+def _write_some(snapshot: CowSnapshot, writer: Writer, taken: queue.Queue[SnapshotSlice | None]) -> None:
     _give_way()
     while (marked := taken.get()) is not None:
         try:
-            if not marks.is_over:
+            if not snapshot.is_over:
                 marked.write(writer)
         except SynclineError as error:
-            marks.fail(str(error))
+            snapshot.fail(str(error))
         except Exception as error:  # callers must get an error, whatever it is
-            marks.fail(f"{type(error).__name__}: {error}")
+            snapshot.fail(f"{type(error).__name__}: {error}")
 
 
 def _give_way() -> None:

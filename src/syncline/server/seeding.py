@@ -75,7 +75,7 @@ class Seeding:
     def _replicas(self, endpoint: Endpoint, partner: Partner, slots: Sequence[HostedSlice]) -> list[Replica]:
         """Creates replicas whose updates lie in shared memory, if the other side can map it."""
         total = sum(aligned(slot.part.num_bytes) for slot in slots)
-        memory = lend(endpoint, partner, total) if slots else None
+        memory = share_region(endpoint, partner, total) if slots else None
         found, offset = [], 0
         for slot in slots:
             size = slot.part.num_bytes
@@ -165,7 +165,7 @@ def supply(partner: Partner, slots: Sequence[HostedSlice], goes_on: Callable[[],
         return
     endpoint = partner.connect()
     lacking = [(s, r) for s, r in found if r.is_new or (r.lent is None and endpoint.shares_memory)]
-    memory = lend(endpoint, partner, sum(aligned(s.part.num_bytes) for s, _ in lacking)) if lacking else None
+    memory = share_region(endpoint, partner, sum(aligned(s.part.num_bytes) for s, _ in lacking)) if lacking else None
     offset = 0
     for slot, replica in lacking:
         if memory is not None:
@@ -198,7 +198,7 @@ def _seed_now(slot: HostedSlice, replica: Replica, endpoint: Endpoint) -> Call:
     return outgoing.send(endpoint)
 
 
-def lend(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
+def share_region(endpoint: Endpoint, partner: Partner, num_bytes: int) -> Memory | None:
     """Shares memory for updates, if the other side can map it."""
     if not endpoint.shares_memory:
         return None

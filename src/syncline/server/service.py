@@ -103,24 +103,24 @@ class Server:
         create_memory: Callable[[int], Memory],
         log: Callable[[str], None],
         over: Callable[[Over], None],
-        home: SliceStorage | None = None,
+        storage: SliceStorage | None = None,
         dial: Dial = _no_way,
         retire: Callable[[], None] = lambda: None,
         hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._pool, self._log, self._over, self._retire = pool, log, over, retire
         self._hold_seconds = hold_seconds
-        self._home = home or SliceStorage()
+        self._storage = storage or SliceStorage()
         self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
         self._generations: ServerReconfiguration | None = None
         self._heard = 0  # the generation of the newest roster
         self.ring: Ring | None = None
         self._senders = ThreadPoolExecutor(max_workers=64, thread_name_prefix="send")
-        self.hosting = Hosting(pool, self._home, create_memory=create_memory, dial=dial, log=log)
+        self.hosting = Hosting(pool, self._storage, create_memory=create_memory, dial=dial, log=log)
         self.name = name
         self.slices = self.hosting.slices
-        self.staging = Staging(self._home.release, self._home.device_channel)
+        self.staging = Staging(self._storage.release, self._storage.device_channel)
         self._pulls = Pulls(
             self.slices, pool, self._senders, moved=self._moved, device_arenas=self.staging.device_arenas
         )
@@ -176,7 +176,7 @@ class Server:
             voting=self.ring.voting if self.ring is not None else None,
         )
         self.saving.most_bytes = config.save_memory
-        self._home.decay = parse_average(config.average).decay if config.average else 0.0
+        self._storage.decay = parse_average(config.average).decay if config.average else 0.0
         self._barrier = SnapshotBarrierService(self.name, commits, mark=self.saving.mark, log=self._log)
         commits.decoding.coder, down = (coder_of(codec, codecs) for codec in (codecs.push, codecs.pull))
         self._pulls.coder, self.hosting.backups.sums.coder = (None, down) if config.is_ring else (down, None)
@@ -280,7 +280,7 @@ class Server:
             Map: lambda request, message: self.hosting.blocks.give(request, message, self.name),
             AskState: self._states.give,
             LoadState: self._load_state,
-            ShareRegion: self.hosting.backups.lenders.lend,
+            ShareRegion: self.hosting.backups.shared_regions.share,
             **ring_handlers(lambda: self.ring),
             Host: self._host,
             Prepare: lambda request, message: self.reconfiguration().prepare(request, message),
@@ -355,7 +355,7 @@ class Server:
             raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
         if request.attachment.array.nbytes < segment.num_bytes:
             raise ProtocolError(f"an arena of {request.attachment.array.nbytes} bytes; {segment.num_bytes} needed")
-        self._home.adopt(request.attachment.array)
+        self._storage.adopt(request.attachment.array)
         self.commits.attach(request.peer, message.segment, message.slot, request.attachment)
         request.reply(Done())
 
@@ -364,7 +364,7 @@ class Server:
         if segment is None or not 0 <= message.slot < 1 << 10 or message.num_bytes != segment.num_bytes:
             raise ProtocolError(f"an arena for segment {message.segment}, slot {message.slot}, which is not here")
         try:
-            arena = self._home.open_arena(message)
+            arena = self._storage.open_arena(message)
         except DeviceMemoryError as error:
             request.reply(AttachedDevice(str(error)))
             return
@@ -448,6 +448,6 @@ class Server:
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
         self.hosting.close_ways()
-        self._home.close()
+        self._storage.close()
         self.staging.close()
         self.hosting.close()

@@ -70,10 +70,10 @@ class HostedSlice:
     time.
     """
 
-    def __init__(self, segment: Segment, part: Slice, memory: Bytes, home: SliceStorage) -> None:
+    def __init__(self, segment: Segment, part: Slice, memory: Bytes, storage: SliceStorage) -> None:
         self.part, self.segment = part, segment
-        self._memory, self.home = memory, home
-        self.rules = SliceRules(segment, part, memory, home)
+        self._memory, self.storage = memory, storage
+        self.rules = SliceRules(segment, part, memory, storage)
         self.state = SliceState()
         self.lock = threading.Lock()
         self.uploaded = False
@@ -96,25 +96,25 @@ class HostedSlice:
     @property
     def memory(self) -> Bytes:
         """Its bytes, as mapped by workers."""
-        self.home.refresh(self.rules.flat, self.rules.host)
+        self.storage.refresh(self.rules.flat, self.rules.host)
         return self._memory
 
     def shown(self) -> int:
         """Its published version: mapped memory holds this version or a newer one."""
-        if self.home.is_lazy:
+        if self.storage.is_lazy:
             with self.lock:
-                self.home.refresh(self.rules.flat, self.rules.host)
+                self.storage.refresh(self.rules.flat, self.rules.host)
                 return self.state.version
         return self.state.version
 
     def show(self) -> None:
         """Brings mapped memory up to date, for workers of other processes."""
-        if self.home.device_channel is None:
-            self.home.refresh(self.rules.flat, self.rules.host)
+        if self.storage.device_channel is None:
+            self.storage.refresh(self.rules.flat, self.rules.host)
 
     def mapped_version(self) -> int:
         """The version that workers of other processes find in mapped memory."""
-        return self.state.version if self.home.device_channel is not None else self.shown()
+        return self.state.version if self.storage.device_channel is not None else self.shown()
 
     def land(self, arena: DeviceArena) -> int:
         """Queues a copy to a worker's arena on the GPU; returns its version."""
@@ -179,7 +179,7 @@ class HostedSlice:
     def _apply_alone(self, work: SliceTask) -> SliceTask:
         """Under the lock, without backups: sums the gradients of a round and applies the rule."""
         try:
-            with self.home.at_work():
+            with self.storage.at_work():
                 commits = self._admitted(work)
                 self._take_in(work, commits, self._gradients_of(work, commits), self._scale_of(work, commits))
         except Exception as error:  # callers must get an error, whatever it is
@@ -230,7 +230,7 @@ class HostedSlice:
             else:
                 work = self.queue.popleft()
                 try:
-                    with self.home.at_work():
+                    with self.storage.at_work():
                         commits = self._admitted(work)
                         region = region_of(self)
                         gradients = self._gradients_of(work, commits, region.flat)
@@ -254,7 +254,7 @@ class HostedSlice:
             for replica in self.replicas:
                 if replica.is_seeding:
                     replica.gather(self, update)
-            with self.home.at_work():
+            with self.storage.at_work():
                 self._take_in(update.work, update.commits, update.gradients(self), update.scale)
                 update.compare(self)
         except Exception as error:
@@ -408,7 +408,7 @@ class HostedSlice:
 
     def norm(self, work: SliceTask) -> float:
         """This slice's share of the squared norm of a round."""
-        with self.home.at_work():
+        with self.storage.at_work():
             return self.rules.squared_norm(self.gradients(work.commits, work))
 
     # -- its backups --------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ class HostedSlice:
 
     def pin(self) -> int:
         with self.lock:
-            self.home.refresh(self.rules.flat, self.rules.host)
+            self.storage.refresh(self.rules.flat, self.rules.host)
             self.state.pins += 1
             return self.state.version
 

@@ -34,7 +34,11 @@ class SnapshotBarrierService:
     ) -> None:
         """`mark` is called under `state_lock` while no update is in flight."""
         self._name, self._commits, self._mark, self._log = name, commits, mark, log
-        self._flow, self._holding, self._state_lock = commits.flow, commits.holding, commits.state_lock
+        self._flow, self._admission_queue, self._state_lock = (
+            commits.flow,
+            commits.admission_queue,
+            commits.state_lock,
+        )
         self.barrier_seconds = barrier_seconds
         self._told: SnapshotBarrier | None = (
             None  # the barrier whose clocks were reported; nothing changes while it stays closed
@@ -45,7 +49,7 @@ class SnapshotBarrierService:
         """The server is closing: waiting callers get an error."""
         with self._state_lock:
             self.is_closed = True
-            self._holding.open()
+            self._admission_queue.open()
 
     # -- closing ------------------------------------------------------------------------------------------
 
@@ -60,8 +64,8 @@ class SnapshotBarrierService:
             if not self._commits.hosts_any:
                 request.reply(SnapshotBarrierClosed([], has_slices=False))
                 return
-            self._holding.close(barrier)
-        self._holding.decide()
+            self._admission_queue.close(barrier)
+        self._admission_queue.decide()
         faults.reach("save.closed")
         with self._state_lock:
             self._wait_until_applied(barrier, until)
@@ -71,14 +75,14 @@ class SnapshotBarrierService:
         with self._state_lock:
             self._wait_until_applied(barrier, until)
             if any(errors):
-                self._holding.open()
-            if self._is_current(barrier) and self._holding.loading:
-                self._holding.open()
+                self._admission_queue.open()
+            if self._is_current(barrier) and self._admission_queue.loading:
+                self._admission_queue.open()
             is_told = self._is_current(barrier)
             answer = self._closed(barrier)
             self._told = barrier if is_told else self._told
         if not is_told:
-            self._holding.decide()
+            self._admission_queue.decide()
             for error in filter(None, errors):
                 raise error
             raise ProtocolError(
@@ -89,20 +93,20 @@ class SnapshotBarrierService:
 
     def _wait_until_applied(self, barrier: SnapshotBarrier, until: float) -> None:
         """Under `state_lock`: waits for the commits up to the barrier. Opens it when the time is over."""
-        while self._is_current(barrier) and not (self._flow.is_idle and not self._holding.lacking()):
+        while self._is_current(barrier) and not (self._flow.is_idle and not self._admission_queue.lacking()):
             if time.monotonic() >= until:
-                self._holding.open()
+                self._admission_queue.open()
             self._flow.idle.wait(max(0.0, min(until - time.monotonic(), 0.5)))
 
     def _check_newer(self, barrier: SnapshotBarrier) -> None:
         if self.is_closed:
             raise ProtocolError(f"{self._name} is closing")
-        if self._holding.is_held:
+        if self._admission_queue.is_held:
             raise ProtocolError(
                 f"{self._name}: no snapshot for save {barrier.number}: a generation is being prepared"
             )
         self._check_loaded(barrier)
-        before = self._holding.barrier
+        before = self._admission_queue.barrier
         if before is not None and not before.is_replaced_by(barrier.number, barrier.turn):
             raise ProtocolError(
                 f"{self._name} is asked to close its barrier for save {barrier.number}, turn {barrier.turn}; "
@@ -110,18 +114,20 @@ class SnapshotBarrierService:
             )
 
     def _check_loaded(self, barrier: SnapshotBarrier) -> None:
-        if self._holding.loading:
+        if self._admission_queue.loading:
             raise ProtocolError(
                 f"{self._name}: no snapshot for save {barrier.number}: rules are being given their state"
             )
 
     def _is_current(self, barrier: SnapshotBarrier) -> bool:
-        return self._holding.barrier is barrier
+        return self._admission_queue.barrier is barrier
 
     def _closed(self, barrier: SnapshotBarrier) -> SnapshotBarrierClosed:
         slots = self._commits.hosted()
-        applied, there = self._holding.applied(), self._holding.there()
-        behind = behind_to_tell(applied, {w: clock for w, clock in self._holding.on_all().items() if w in there})
+        applied, there = self._admission_queue.applied(), self._admission_queue.there()
+        behind = behind_to_tell(
+            applied, {w: clock for w, clock in self._admission_queue.on_all().items() if w in there}
+        )
         updates = max((slot.state.version for slot in slots), default=0)
         clocks = clocks_to_tell(barrier, applied, there)
         rounds = self._commits.rounds
@@ -140,28 +146,28 @@ class SnapshotBarrierService:
                 self._flow.idle.wait(left)
             is_late = self._is_current(barrier)
             if is_late:
-                self._holding.open()
+                self._admission_queue.open()
         if is_late:
             self._log(
                 f"the snapshot barrier of save {barrier.number} opens by itself after {self.barrier_seconds:g} s"
             )
-        self._holding.decide()
+        self._admission_queue.decide()
 
     # -- opening ------------------------------------------------------------------------------------------
 
     def open(self, number: int) -> None:
         """The snapshot attempt was given up: opens the barrier and releases held requests."""
         with self._state_lock:
-            barrier = self._holding.barrier
+            barrier = self._admission_queue.barrier
             if barrier is not None and barrier.number <= number:
-                self._holding.open()
+                self._admission_queue.open()
 
     def mark(self, request: Request, message: Mark) -> None:
         in_thread("mark", request, lambda: self._mark_all(request, message))
 
     def _mark_all(self, request: Request, message: Mark) -> None:
         with self._state_lock:
-            barrier = self._holding.barrier
+            barrier = self._admission_queue.barrier
             if barrier is None or barrier is not self._told or barrier.number != message.number:
                 raise ProtocolError(
                     f"{self._name}: the snapshot barrier of save {message.number} is no longer closed"
@@ -170,7 +176,7 @@ class SnapshotBarrierService:
             try:
                 self._mark(message.number, self._commits.hosted())
             finally:
-                self._holding.open()
+                self._admission_queue.open()
         faults.reach("save.marked")
         request.reply(Done())
-        self._holding.decide()
+        self._admission_queue.decide()

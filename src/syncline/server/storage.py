@@ -37,9 +37,9 @@ class Blocks:
     """Numbered blocks of slices; each is freed with its last slice."""
 
     def __init__(
-        self, create_memory: Callable[[int], Memory], home: SliceStorage, log: Callable[[str], None]
+        self, create_memory: Callable[[int], Memory], storage: SliceStorage, log: Callable[[str], None]
     ) -> None:
-        self._create_memory, self._home, self._log = create_memory, home, log
+        self._create_memory, self._storage, self._log = create_memory, storage, log
         self.blocks: dict[int, _Block] = {}
         self.places: dict[int, tuple[int, int]] = {}  # slice: block, offset
         self._next = 0
@@ -48,7 +48,7 @@ class Blocks:
     def make(self, num_bytes: int) -> int:
         """Allocates a block. It is kept until `let_go`, then as long as a slice lies in it."""
         memory = self._reserve(num_bytes)
-        self._home.adopt(memory.array)
+        self._storage.adopt(memory.array)
         with self._lock:
             self._next += 1
             self.blocks[self._next] = _Block(memory, num_bytes)
@@ -98,7 +98,7 @@ class Blocks:
         block = self.blocks[number]
         if not block.slices and not block.is_kept:
             del self.blocks[number]
-            self._home.release(block.memory.array)
+            self._storage.release(block.memory.array)
             block.memory.close()  # processes that have mapped it keep it
 
     # -- what workers ask ---------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ class SliceStorage:
         """Releases the prepared memory."""
 
 
-def home_of(name: str, say: Callable[[str], None]) -> SliceStorage:
+def storage_of(name: str, say: Callable[[str], None]) -> SliceStorage:
     """The storage for `--server-device`; a ConfigError if the device does not exist."""
     if name == "cpu":
         return SliceStorage()
     try:
-        from syncline.server.device_storage import device_home
+        from syncline.server.device_storage import device_storage_of
     except ImportError:
         raise ConfigError(f"--server-device {name}: it needs torch: pip install 'syncline[torch]'") from None
 
-    return device_home(name, say)
+    return device_storage_of(name, say)

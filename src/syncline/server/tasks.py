@@ -84,7 +84,7 @@ class Progress(Protocol):
     def applied(self, slot: HostedSlice, *, snapshot: Snapshot | None = None, locked: bool = False) -> None:
         """The slice includes this commit. `locked`: the caller holds the slice's lock."""
 
-    def hear(self, item: StagedCommit, roll: RoundMembership | None) -> None:
+    def hear(self, item: StagedCommit, round_membership: RoundMembership | None) -> None:
         """Sets what the end of the reply contains."""
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
@@ -189,7 +189,7 @@ class SliceTask:
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
     # with spare workers: the membership of this round, or of the round that the commit missed
-    roll: RoundMembership | None = None
+    round_membership: RoundMembership | None = None
     ballot: Ballot | None = None  # in a ring: what is voted on
     waits_for_votes = False
     is_summed = False  # by a process group: every server computes all sums itself

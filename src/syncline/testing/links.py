@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-#: up: from whoever connected to the target; down: from the target back.
+#: up: from the client to the target; down: from the target to the client.
 Direction = Literal["up", "down"]
 CHUNK_BYTES = 1 << 16
 JOIN_SECONDS = 10.0
@@ -80,7 +80,7 @@ class ProxiedLink:
                     target.shutdown(socket.SHUT_WR)  # the other direction may go on
                     break
                 data, cut = self._pass_on(self, direction, data)
-                if self._recording is not None:  # before anybody has it, so that whoever has it finds it here
+                if self._recording is not None:  # before the receiver has it, which may look here at once
                     (self._recording.up if direction == "up" else self._recording.down).extend(data)
                 self._send(target, data)
                 if cut is not None:

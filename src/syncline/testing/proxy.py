@@ -157,7 +157,7 @@ class Proxy:
                     return
             try:
                 self._connect(client)
-            except OSError:  # the target is not there: for whoever connected that is an end at once
+            except OSError:  # the target is not there: the client sees the end at once
                 client.close()
 
     def _connect(self, client: socket.socket) -> None:

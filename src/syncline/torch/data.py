@@ -33,11 +33,12 @@ made_before: list[weakref.ref[DataLoader[Any]]] = []
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """`torch.utils.data.DataLoader`, split over the workers of a job.
 
-    Takes torch's own arguments in torch's own order. Every sample counts once in every epoch, whoever dies, joins or
-    is slow: workers lease what they read, and what they have not committed is read by others. Nothing is padded:
-    the last batches may be smaller (`drop_last=True` leaves them out). With `shuffle` the order depends on seed and
-    epoch alone, and is the same for any number of workers. The seed is `seed`, else that of `generator`, else that of
-    `torch.manual_seed`, else 0: as the chief has it at its first training pass, for all workers and all their lives.
+    Takes torch's own arguments in torch's own order. Every sample counts once in every epoch, also when workers die,
+    join or are slow: workers lease what they read, and what they have not committed is read by others. Nothing is
+    padded: the last batches may be smaller (`drop_last=True` leaves them out). With `shuffle` the order depends on
+    seed and epoch alone, and is the same for any number of workers. The seed is `seed`, else that of `generator`,
+    else that of `torch.manual_seed`, else 0: as the chief has it at its first training pass, for all workers and all
+    their lives.
 
     `batch_size` is each worker's. `global_batch_size=N`, in its place, is that of all workers together: in `sync`
     every round has N samples, however many workers there are, and each reads its part; in `async` and `bounded` a

@@ -57,7 +57,7 @@ class DeviceReceiver:
         self._due: ServersTicket | None = None
         self._landed = False  # received, not awaited yet
         self._astray: set[int] = set()  # parameters in other memory that must still be copied there
-        self._home: dict[int, StreamMark] = {}
+        self._storage: dict[int, StreamMark] = {}
         self._first_reads: dict[int, None] | None = {}  # in order, until known
         self._lock = threading.RLock()
         waits = {id(item.tensor): functools.partial(self._read, k) for k, item in enumerate(self._tracked)}
@@ -128,7 +128,7 @@ class DeviceReceiver:
         """Lets reads wait for parameters, or waits here."""
         if self._due is not None or self._landed:
             self._astray = {k for k, item in enumerate(self._tracked) if _is_elsewhere(item.tensor, self._views[k])}
-            self._home.clear()
+            self._storage.clear()
             self._spread_buffers()
             self._landed = False
         if not self._lazy or self._guard.compiled:
@@ -164,9 +164,9 @@ class DeviceReceiver:
             self._astray.discard(k)
             with torch.no_grad():
                 self._side.copy(self._tracked[k].tensor.detach(), self._views[k])
-            self._home[k] = self._side.mark()
-        if k in self._home and not self._home[k].done():
-            self._home[k].order()
+            self._storage[k] = self._side.mark()
+        if k in self._storage and not self._storage[k].done():
+            self._storage[k].order()
             return False
         return is_there
 

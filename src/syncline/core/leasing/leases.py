@@ -159,7 +159,7 @@ class Leasing:
         owner: Identity,
         name: str,
         number: int,
-        taking_part: Sequence[Identity],
+        participants: Sequence[Identity],
         held: Iterable[tuple[int, int, int]] = (),
         *,
         is_idle: bool = True,
@@ -182,20 +182,20 @@ class Leasing:
         if epoch is None or self._is_through(name, number, epoch):
             return Answer(is_finished=True)
         if epoch.common is not None:
-            return self._ask_common(owner, name, number, epoch.common, taking_part, newest, is_late)
+            return self._ask_common(owner, name, number, epoch.common, participants, newest, is_late)
         self._lost_on_the_way(epoch, owner, newest)
         if recall := self._recall_for(owner, name, number, epoch):
             return Answer(recall=recall, is_coming=True)
         lease, left = self._untold(epoch, owner), epoch.num_todo + 1
         while lease is None and epoch.num_todo < left:  # odd pieces of what is dealt may all go to others
             left = epoch.num_todo
-            lease = self._hand_out(owner, name, number, epoch, taking_part)
+            lease = self._hand_out(owner, name, number, epoch, participants)
         if lease is not None:
             lease.is_told = True
             self._dry.pop((owner, name, number), None)
             self._held.pop((owner, name, number), None)
             return Answer(lease)
-        is_barred = self._is_barred(owner, taking_part) or not self._widths.get((name, number), {}).get(owner[0], 1)
+        is_barred = self._is_barred(owner, participants) or not self._widths.get((name, number), {}).get(owner[0], 1)
         may_recall = is_idle and not is_barred and not self._has_its_part(owner, name, number)
         recall = self._whom_to_ask(owner, name, number, epoch) if may_recall else ()
         is_coming = not is_barred and (bool(epoch.todo) or self._is_recalling(name, number))
@@ -207,7 +207,7 @@ class Leasing:
         name: str,
         number: int,
         lease: Lease,
-        taking_part: Sequence[Identity],
+        participants: Sequence[Identity],
         newest: int | None,
         is_late: bool,
     ) -> Answer:
@@ -219,7 +219,9 @@ class Leasing:
         if newest == lease.number:
             return Answer()  # it has the lease and waits for the others
         given = self.state.sharing.setdefault(lease.number, {})
-        beside = [one for one in taking_part if given.get(one[0]) == one[1] and (one, name, number) not in self._gone]
+        beside = [
+            one for one in participants if given.get(one[0]) == one[1] and (one, name, number) not in self._gone
+        ]
         given[owner[0]] = owner[1]
         may_be_under_way = (lease.first_left or is_late) and any(one != owner for one in beside)
         begin = lease.first_left + (1 if may_be_under_way else 0)
@@ -259,17 +261,17 @@ class Leasing:
                 lease.is_told = lease.is_told and lease.number <= newest
 
     def _hand_out(
-        self, owner: Identity, name: str, number: int, epoch: Epoch, taking_part: Sequence[Identity]
+        self, owner: Identity, name: str, number: int, epoch: Epoch, participants: Sequence[Identity]
     ) -> Lease | None:
-        if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, taking_part):
+        if not epoch.todo or self._is_recalling(name, number) or self._is_barred(owner, participants):
             return None
         if self.state.loaders[name].num_shards:
-            owners = self._reading(owner, name, number, taking_part)
+            owners = self._reading(owner, name, number, participants)
             for one in owners if self._has_its_part(owner, name, number) else [owner]:
                 self._lease_shard(epoch, one)
             return self._untold(epoch, owner)
         first = self.state.next_lease
-        names = [one for one, _ in taking_part] or [owner[0]]
+        names = [one for one, _ in participants] or [owner[0]]
         if not self._in_rounds:
             self.state.next_lease += 1
             speeds = [self.speeds.get(one, 0.0) for one in names]
@@ -279,7 +281,7 @@ class Leasing:
             pace = self._pace(owner[0], names)
             origin, together = self._num_done_before(owner, epoch, pace), round((step or epoch.batch) * pace)
             return epoch.lease(first, owner, size, step, origin=origin, wide=together)
-        owners = self._reading(owner, name, number, taking_part)
+        owners = self._reading(owner, name, number, participants)
         wide = self.widths(name, [one for one, _ in owners])
         self._widths[name, number] = wide
         if not wide[owner[0]]:
@@ -292,9 +294,9 @@ class Leasing:
         epoch.deal(first, [(one, wide[one[0]]) for one in owners if wide[one[0]]], rounds, unit)
         return self._untold(epoch, owner)
 
-    def _reading(self, owner: Identity, name: str, number: int, taking_part: Sequence[Identity]) -> list[Identity]:
+    def _reading(self, owner: Identity, name: str, number: int, participants: Sequence[Identity]) -> list[Identity]:
         """The workers that are dealt samples of this epoch, by rank, including the one that asks."""
-        owners = [one for one in taking_part if one == owner or not self._is_elsewhere(one, name, number)]
+        owners = [one for one in participants if one == owner or not self._is_elsewhere(one, name, number)]
         owners += [owner] if owner not in owners else []
         self._first_dealt.setdefault((name, number), frozenset(owners))
         return owners
@@ -312,9 +314,9 @@ class Leasing:
     def _is_elsewhere(self, owner: Identity, name: str, number: int) -> bool:
         return (owner, name, number) in self._gone or (owner, name) in self._absent or owner in self._quarantined
 
-    def _is_barred(self, owner: Identity, taking_part: Sequence[Identity]) -> bool:
+    def _is_barred(self, owner: Identity, participants: Sequence[Identity]) -> bool:
         """Whether a quarantined worker gets no samples because other workers are there."""
-        return owner in self._quarantined and any(one not in self._quarantined for one in taking_part)
+        return owner in self._quarantined and any(one not in self._quarantined for one in participants)
 
     def quarantine(self, owner: Identity) -> list[tuple[str, int]]:
         """This worker's pushes no longer count. Returns the epochs from which it must give back."""
@@ -432,12 +434,12 @@ class Leasing:
             self.state.unshared.append(name)
         return sum(self.gave_back(one, name, number, []) for one in absent)
 
-    def recut(self, name: str, number: int, taking_part: Sequence[Identity]) -> tuple[Identity, ...]:
+    def recut(self, name: str, number: int, participants: Sequence[Identity]) -> tuple[Identity, ...]:
         """Workers to recall from, since the shares by speed or the members have changed."""
         epoch, known = self.epoch(name, number), self._widths.get((name, number))
         if epoch is None or known is None or not self._in_rounds or self._is_recalling(name, number):
             return ()
-        names = [one[0] for one in taking_part if not self._is_elsewhere(one, name, number)]
+        names = [one[0] for one in participants if not self._is_elsewhere(one, name, number)]
         # A worker with a lease that has not entered yet will enter with its first commit.
         names += sorted({lease.worker for lease in epoch.leases.values() if lease.worker in known} - set(names))
         wanted, is_auto = self.widths(name, names), self.state.loaders[name].is_auto

@@ -61,7 +61,7 @@ class LeaseQueue(Generic[R]):
             self._leasing = Leasing(state.leases, in_rounds=policy.in_rounds, is_exact=is_exact)
         return self._leasing
 
-    def taking_part(self) -> list[Identity]:
+    def participants(self) -> list[Identity]:
         entered, finishing = self._membership.state.entered, self._membership.finishing
         names = [name for name in self._membership.workers() if name in entered and name not in finishing]
         return [(name, entered[name]) for name in names]
@@ -116,7 +116,7 @@ class LeaseQueue(Generic[R]):
         if self.is_over(message.loader):
             return GivenLease(0, _NOTHING), []  # it learns of the stop earlier
         answer = self.leasing.ask(
-            owner, message.loader, message.epoch, self.taking_part(), message.held,
+            owner, message.loader, message.epoch, self.participants(), message.held,
             is_idle=not message.left, newest=message.newest, given=message.given, is_late=self._came_late(owner),
         )  # fmt: skip
         recalls = [(other, Recall(message.loader, message.epoch)) for other in answer.recall]
@@ -149,12 +149,12 @@ class LeaseQueue(Generic[R]):
 
     def recut(self) -> list[tuple[Identity, Recall]]:
         """Workers to recall from, because shares must be dealt again."""
-        taking_part = self.taking_part()
+        participants = self.participants()
         return [
             (owner, Recall(name, number))
             for name, epochs in self.leasing.state.epochs.items()
             for number in epochs
-            for owner in self.leasing.recut(name, number, taking_part)
+            for owner in self.leasing.recut(name, number, participants)
         ]
 
     def reclaim(self, now: float, after_seconds: float) -> list[tuple[AskLease, int]]:

@@ -334,7 +334,7 @@ class Prepared(Message, frozen=True):
     # their primary so far. If that primary is alive, its updates arrive before the Install.
     reach: list[tuple[str, int, int, str]] = []
     is_primary: bool = True  # False: it receives no commits, and its standings are outdated
-    rolls: list[RoundMembership] = []  # with spare workers: all that it knows of
+    round_memberships: list[RoundMembership] = []  # with spare workers: all that it knows of
     # In a ring: name, incarnation and the clock up to which all slices here have or hold everything.
     holds: list[tuple[str, int, int]] | None = None
     num_updates: int = 0  # the most of any of its slices
@@ -350,7 +350,7 @@ class Install(Message, frozen=True):
     members: list[Member]
     settle: list[tuple[str, int, int]]  # name, incarnation, clock
     standings: list[Standing]  # of the workers that take part from now on
-    rolls: list[RoundMembership] = []  # with spare workers: all that any server knows of
+    round_memberships: list[RoundMembership] = []  # with spare workers: all that any server knows of
 
 
 class SeedTo(Message, frozen=True):

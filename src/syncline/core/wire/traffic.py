@@ -145,7 +145,9 @@ class Replicate(Message, frozen=True):
     wants_digest: bool = False
     acks: list[LeaseAck] = []  # slice 0: lease ranges used by these commits
     late: list[LeaseAck] = []  # slice 0: lease ranges of late commits
-    roll: RoundMembership | None = None  # with spare workers: of their round, or of the round that they missed
+    round_membership: RoundMembership | None = (
+        None  # with spare workers: of their round, or of the round that they missed
+    )
     ballot: Ballot | None = None  # in a ring: the update is held until all have voted for this
     codec: str = ""  # in a ring: of the bytes that follow
     sizes: list[int] = []  # of the units of the slice, as in Stage
@@ -243,7 +245,7 @@ class CommitStaged(Message, frozen=True):
     clock: int
     pull: list[int]
     parts: bool = False
-    roll: RoundMembership | None = (
+    round_membership: RoundMembership | None = (
         None  # with spare workers and several servers: the word of the one that has slice 0
     )
     reads: bool = True  # as in Stage
@@ -260,7 +262,9 @@ class Committed(Message, frozen=True):
     slices: list[int] = []
     clocks: dict[str, int] = {}  # with one replica: upper bound of the workers' clocks in these versions
     late: bool = False  # its round was closed before: nothing of it is applied
-    roll: RoundMembership | None = None  # with spare workers and several servers: to be sent to the other servers
+    round_membership: RoundMembership | None = (
+        None  # with spare workers and several servers: to be sent to the other servers
+    )
     skipped: bool = False  # an overflow at some worker: the round changed nothing
     codec: str = ""  # as in Stage
     sizes: list[list[int]] = []
@@ -271,7 +275,7 @@ class AskClip(Message, frozen=True):
 
     clock: int
     squared_norm: float
-    roll: RoundMembership | None = None  # as in Committed
+    round_membership: RoundMembership | None = None  # as in Committed
 
 
 class GiveClip(Message, frozen=True):

@@ -216,9 +216,9 @@ class CommitFlow:
             raise ProtocolError(f"a commit was answered with {type(answer).__name__}")
         if faults.armed is not None:
             faults.reach("commit.decided")
-        self._next, roll = self._answered, answer.roll
+        self._next, round_membership = self._answered, answer.round_membership
         self._follow(
-            lambda server_commit: server_commit.commit(self.clock, roll),
+            lambda server_commit: server_commit.commit(self.clock, round_membership),
             [server_commit for server_commit in self.server_commits if server_commit is not decider],
         )
         if faults.armed is not None:
@@ -355,8 +355,8 @@ class ServerCommit:
     def stage(self) -> Call:
         return self._ask(self._message, self._buffers)
 
-    def commit(self, clock: int, roll: RoundMembership | None = None) -> Call:
-        return self._ask(CommitStaged(clock, self._pull, self._parts, roll, self.receiver is not None))
+    def commit(self, clock: int, round_membership: RoundMembership | None = None) -> Call:
+        return self._ask(CommitStaged(clock, self._pull, self._parts, round_membership, self.receiver is not None))
 
     def clip(self, clock: int, squared_norm: float) -> Call:
         return self._ask(GiveClip(clock, squared_norm, self._pull, self._parts, self.receiver is not None))

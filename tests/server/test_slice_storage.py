@@ -1,4 +1,4 @@
-"""Slices whose numbers live elsewhere, and whose host memory is what workers read: the same numbers as at home.
+"""Slices whose numbers live elsewhere, and whose host memory is what workers read: the same numbers as on a CPU.
 
 Without a GPU a twin plays the device: its numbers are other memory, and nothing is seen until it is published.
 """
@@ -37,7 +37,7 @@ class Twin(SliceStorage):
 @pytest.fixture(params=["twin", "cuda"])
 def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     if request.param == "twin":
-        monkeypatch.setattr(homes, "home_of", lambda name, say: Twin())
+        monkeypatch.setattr(homes, "storage_of", lambda name, say: Twin())
         return {}
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -106,8 +106,8 @@ def test_state_goes_out_and_comes_back(elsewhere: dict[str, Any]) -> None:
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="--server-device cuda: torch sees no GPUs on the server's host"):
-        homes.home_of("cuda", print)
+        homes.storage_of("cuda", print)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="--server-device cuda:2: torch sees 2 GPUs"):
-        homes.home_of("cuda:2", print)
-    assert type(homes.home_of("cpu", print)) is SliceStorage
+        homes.storage_of("cuda:2", print)
+    assert type(homes.storage_of("cpu", print)) is SliceStorage

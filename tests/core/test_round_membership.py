@@ -1,4 +1,4 @@
-"""Spare workers and several servers: one closes the rounds, the others follow its rolls, and all have the same."""
+"""Spare workers and several servers: one closes the rounds, the others follow it, and all have the same members."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def applied(verdict: Verdict[str]) -> list[Members]:
 
 
 def told(rounds: Rounds[str], worker: int, clock: int) -> RoundMembership:
-    roll = rounds.roll_to_tell(f"worker-{worker}", 10 + worker, clock)
-    assert roll is not None
-    return roll
+    round_membership = rounds.membership_to_tell(f"worker-{worker}", 10 + worker, clock)
+    assert round_membership is not None
+    return round_membership
 
 
 # -- what is known of rounds ---------------------------------------------------------------------------------
@@ -43,12 +43,12 @@ def told(rounds: Rounds[str], worker: int, clock: int) -> RoundMembership:
 def test_of_every_worker_the_last_word_is_kept() -> None:
     first = RoundMembership(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1)])
     second = RoundMembership(0, 2, [("worker-0", 10, 2)], [("worker-2", 12, 1)])
-    rolls = RoundMemberships([second, first, first])
-    assert rolls.newest == second and rolls.entries() == [first, second]
-    assert rolls.find("worker-0", 10, 1) is None, "it was answered by all, else it had not gone on"
-    assert rolls.find("worker-1", 11, 1) == first and rolls.find("worker-2", 12, 1) == second
-    rolls.learn(RoundMembership(0, 3, [("worker-1", 15, 1)]))
-    assert first not in rolls.entries(), "another life of that name: what was of the first is settled"
+    round_memberships = RoundMemberships([second, first, first])
+    assert round_memberships.newest == second and round_memberships.entries() == [first, second]
+    assert round_memberships.find("worker-0", 10, 1) is None, "it was answered by all, else it had not gone on"
+    assert round_memberships.find("worker-1", 11, 1) == first and round_memberships.find("worker-2", 12, 1) == second
+    round_memberships.learn(RoundMembership(0, 3, [("worker-1", 15, 1)]))
+    assert first not in round_memberships.entries(), "another life of that name: what was of the first is settled"
 
 
 # -- those who follow ----------------------------------------------------------------------------------------
@@ -145,10 +145,10 @@ def test_while_primaries_change_no_round_is_closed() -> None:
 
 def test_nobody_who_is_gone_is_waited_for() -> None:
     standings = {"worker-0": Standing("worker-0", 10, clock=1), "worker-1": Standing("worker-1", 21)}
-    roll = RoundMembership(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1), ("worker-2", 12, 1)])
-    assert unanswered(roll, standings) == ["worker-0"]
+    round_membership = RoundMembership(0, 1, [("worker-0", 10, 1), ("worker-1", 11, 1), ("worker-2", 12, 1)])
+    assert unanswered(round_membership, standings) == ["worker-0"]
     standings["worker-0"].left = True
-    assert unanswered(roll, standings) == [] and unanswered(None, standings) == []
+    assert unanswered(round_membership, standings) == [] and unanswered(None, standings) == []
 
 
 def test_with_all_of_a_round_dead_it_comes_first_on_the_others_all_the_same() -> None:
@@ -160,10 +160,10 @@ def test_with_all_of_a_round_dead_it_comes_first_on_the_others_all_the_same() ->
     for rounds in (here, there):
         rounds.fence("worker-0", 10)
     assert applied(here.leave_fenced("worker-0", 10)) == [(("worker-1", 2),)]
-    roll = told(here, 1, 2)
-    assert roll.before is not None and roll.before.members == [("worker-0", 10, 1)]
+    round_membership = told(here, 1, 2)
+    assert round_membership.before is not None and round_membership.before.members == [("worker-0", 10, 1)]
     there.standings["worker-1"].clock = 1
-    there.learn(roll)
+    there.learn(round_membership)
     waits = commit(there, 1, 2)
     assert applied(waits) == [] and waits.reason == "the round waits for worker-0"
     assert applied(there.settle("worker-0", 1, 0, "")) == [(("worker-0", 1),), (("worker-1", 2),)]
@@ -187,10 +187,10 @@ def test_who_has_registered_less_is_not_waited_for_where_it_tells_nothing() -> N
         here.standings[f"worker-{worker}"].num_segments = number
     commit(here, 0, 1)
     commit(here, 1, 1)
-    roll = told(here, 0, 1)
-    assert roll.told_less == [("worker-1", 1)]
+    round_membership = told(here, 0, 1)
+    assert round_membership.told_less == [("worker-1", 1)]
     for rounds in (there, third):
-        rounds.learn(roll)
+        rounds.learn(round_membership)
     assert applied(commit(third, 0, 1)) == [], "what that one has registered is here, too"
     commit(here, 2, 1)
     commit(here, 1, 2)
@@ -245,11 +245,11 @@ def test_one_server_that_is_left_closes_no_round_before_it_has_the_last_one() ->
 
 
 def test_a_rest_from_before_a_round_is_no_sign_that_it_is_everywhere() -> None:
-    roll = RoundMembership(0, 1, [("worker-0", 10, 2)])
+    round_membership = RoundMembership(0, 1, [("worker-0", 10, 2)])
     last_inactive = {"worker-0": Standing("worker-0", 10, clock=1, inactive=True)}
-    assert unanswered(roll, last_inactive) == ["worker-0"]
+    assert unanswered(round_membership, last_inactive) == ["worker-0"]
     last_inactive["worker-0"].clock = 2
-    assert unanswered(roll, last_inactive) == []
+    assert unanswered(round_membership, last_inactive) == []
 
 
 def test_who_rests_since_a_round_that_is_lost_with_a_slice_is_not_waited_for() -> None:
@@ -260,7 +260,7 @@ def test_who_rests_since_a_round_that_is_lost_with_a_slice_is_not_waited_for() -
     here.rest("worker-0", 10, 0)
     here.reset(list(here.standings.values()), {})
     assert here.standings["worker-0"].clock == 0
-    assert unanswered(here.rolls.newest, here.standings) == []
+    assert unanswered(here.round_memberships.newest, here.standings) == []
     assert applied(commit(here, 1, 1)) == [(("worker-1", 1),)]
 
 
@@ -271,8 +271,8 @@ def test_who_stands_where_the_one_that_is_gone_has_put_it() -> None:
         for worker in (0, 1):
             commit(here, worker, clock)
     commit(here, 2, 1)
-    roll = told(here, 2, 1)
-    there.learn(roll)
+    round_membership = told(here, 2, 1)
+    there.learn(round_membership)
     there.reset(list(there.standings.values()), {("worker-2", 12): 1, ("worker-0", 10): 3, ("worker-1", 11): 3})
     standing = there.standings["worker-2"]
     assert standing.turn() == (0, 3) and standing.late == 1
@@ -291,7 +291,7 @@ class Told(NamedTuple):
     what: str
     clock: int
     phase: int
-    roll: RoundMembership | None
+    round_membership: RoundMembership | None
 
 
 class Job:
@@ -340,9 +340,13 @@ class Job:
         self._say(worker, range(len(self.servers)), what, None)
         self.stretches[worker] += what == "rest"
 
-    def _say(self, worker: int, servers: list[int] | range, what: str, roll: RoundMembership | None) -> None:
+    def _say(
+        self, worker: int, servers: list[int] | range, what: str, round_membership: RoundMembership | None
+    ) -> None:
         for server in servers:
-            self.network[worker, server].append(Told(what, self.clocks[worker], self.stretches[worker], roll))
+            self.network[worker, server].append(
+                Told(what, self.clocks[worker], self.stretches[worker], round_membership)
+            )
 
     def _hear(self, worker: int, server: int) -> None:
         told_, rounds = self.network[worker, server].pop(0), self.servers[server]
@@ -352,8 +356,8 @@ class Job:
         elif told_.what == "leave":
             self._take(server, rounds.leave(*name))
         else:
-            if told_.roll is not None:
-                rounds.learn(told_.roll)
+            if told_.round_membership is not None:
+                rounds.learn(told_.round_membership)
             self._take(server, commit(rounds, worker, told_.clock, told_.phase))
 
     def _take(self, server: int, verdict: Verdict[str]) -> None:
@@ -366,8 +370,8 @@ class Job:
                 worker = int(name.rpartition("-")[2])
                 self.unanswered[worker].discard(server)
                 if server == 0:
-                    roll = self.servers[0].roll_to_tell(name, 10 + worker, clock)
-                    self._say(worker, range(1, len(self.servers)), "commit", roll)
+                    round_membership = self.servers[0].membership_to_tell(name, 10 + worker, clock)
+                    self._say(worker, range(1, len(self.servers)), "commit", round_membership)
 
 
 @settings(deadline=None, max_examples=300)
