@@ -103,6 +103,8 @@ def test_a_worker_that_is_slow_to_its_boundary_holds_up_nobody(
     job["worker-1"].holds.add(Expect)
     job["worker-0"].ask(Save())
     assert [script.worker for script in manifest(folder).scripts] == ["worker-0"]
+    told = "the state of worker-1's script is not in this save: it came to no boundary between two batches in time"
+    assert told in str(job.log)
 
 
 def test_the_chief_is_waited_for(jobs: Any, folder: pathlib.Path, monkeypatch: Any) -> None:
@@ -247,19 +249,41 @@ def test_the_next_coordinator_ends_the_save_and_makes_another(jobs: Any, folder:
     assert again.disk.last.saves.open == 0
 
 
-def _next(jobs: Any, job: Any) -> Any:
-    """The coordinator of the next term, and the same members."""
-    from syncline.core.wire.control import Rejoin
+def test_the_next_coordinator_waits_for_workers_that_come_back_late(jobs: Any, folder: pathlib.Path) -> None:
+    """Its first save had no script of a worker that was slow to connect again, and said nothing."""
+    job = begun(jobs, folder)
+    job["server-1"].holds.add(WriteMarked)
+    job["worker-0"].endpoint.call(Save())
+    until(lambda: bool(job["server-1"].held), "it is being written")
+    job.coordinator.close()
+    job.coordinator.job.over.set()
+    until(lambda: job.coordinator.saves.current is None, "it ends")
+    again = _next(jobs, job, but="worker-1")
+    until(lambda: bool(again["worker-0"].all(Expect)), "a new save has begun")
+    assert not again["server-0"].all(CloseSnapshotBarrier)
+    _rejoin(again, "worker-1", job["worker-1"])
+    until(lambda: again.disk.last.saves.num_saved == 1, "it is made with both")
+    assert [script.worker for script in manifest(folder).scripts] == ["worker-0", "worker-1"]
 
+
+def _next(jobs: Any, job: Any, but: str = "") -> Any:
+    """The coordinator of the next term, and the same members."""
     disk = Disk()
     disk.states, disk.segments = list(job.disk.states), dict(job.disk.segments)
     again = jobs(disk=disk, workers=2, servers=2)
     for name, member in job.members.items():
-        played = again.play(member.role, name)
-        played.incarnation = played.stamp.incarnation = member.incarnation
-        played.clocks, played.num_updates = member.clocks, member.num_updates
-        played.ask(Rejoin(name, member.incarnation))
+        if name != but:
+            _rejoin(again, name, member)
     return again
+
+
+def _rejoin(again: Any, name: str, member: Any) -> None:
+    from syncline.core.wire.control import Rejoin
+
+    played = again.play(member.role, name)
+    played.incarnation = played.stamp.incarnation = member.incarnation
+    played.clocks, played.num_updates = member.clocks, member.num_updates
+    played.ask(Rejoin(name, member.incarnation))
 
 
 def test_the_pointer_is_json(jobs: Any, folder: pathlib.Path) -> None:

@@ -102,6 +102,9 @@ class CheckpointWriter:
         lives = {name: (name, point.workers.get(name, 0)) for name in workers}
         clocks = {name: point.clocks[life] for name, life in lives.items() if life in point.clocks}
         scripts = self._ask_workers(point, folder, clocks)
+        for name in sorted(name for name, life in point.workers.items() if (name, life) in point.clocks):
+            if name not in workers:
+                self._report_missing(name, "it came to no boundary between two batches in time")
         files: list[SavedFile] = []
         slices: list[SavedSlice] = []
         for answer in self._written(marked):
@@ -197,7 +200,7 @@ class CheckpointWriter:
                 self._report_missing(name, error)
         return sorted(found, key=lambda script: script.worker)
 
-    def _report_missing(self, name: str, error: SynclineError) -> None:
+    def _report_missing(self, name: str, error: SynclineError | str) -> None:
         self._job.event(f"the state of {name}'s script is not in this save: {error}")
 
     def _report_mid_batch(self, answer: WrittenScript) -> None:

@@ -109,10 +109,19 @@ class SaveInProgress:
     request: SaveRequest
     began: float
     chief: str
+    workers: Collection[str]  # of its beginning, less those that are out since
     expects: dict[str, Call] = dataclasses.field(default_factory=dict)  # by worker: to come to a boundary
+    asked: dict[str, Endpoint] = dataclasses.field(default_factory=dict)  # the connections of these calls
     has_snapshot_begun: bool = False
     snapshot_at: float = 0.0
     is_snapshot_taken: bool = False
+
+    def unasked(self, endpoints: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
+        """Connections on which a worker has not been asked yet. After a restart of the coordinator, workers come back
+        one after the other.
+        """
+        found = {name: endpoints[name] for name in self.workers if name in endpoints}
+        return {name: endpoint for name, endpoint in found.items() if self.asked.get(name) is not endpoint}
 
     def expect(self, endpoints: Mapping[str, Endpoint], wake: Callable[[], None]) -> None:
         """Asks workers to come to a boundary; calls `wake` at each answer."""
@@ -120,14 +129,16 @@ class SaveInProgress:
         for name, endpoint in endpoints.items():
             with contextlib.suppress(ConnectionLost):
                 expects[name] = endpoint.call(Expect(self.number))
-        self.expects = expects  # replaced as a whole, since other threads read it
+        self.asked = {**self.asked, **endpoints}
+        self.expects = {**self.expects, **expects}  # replaced as a whole, since other threads read it
         for call in expects.values():
             call.when_done(wake)
 
     @property
     def waiting(self) -> list[str]:
-        """Workers that have not come to a boundary yet."""
-        return [name for name, call in self.expects.items() if not call.is_done]
+        """Workers that have not come to a boundary yet; also those that could not be asked yet."""
+        expects = self.expects
+        return [name for name in self.workers if name not in expects or not expects[name].is_done]
 
     def next_deadline(self, now: float) -> float:
         """When the next time limit of this save is over."""
@@ -266,6 +277,8 @@ class SaveService:
 
     def member_is_out(self, member: Member) -> None:
         """Under the lock."""
+        if self.current is not None:
+            self.current.workers = [name for name in self.current.workers if name != member.name]
         self._finishing.pop(member.name, None)
         self._job.membership.finishing.discard(member.name)
 
@@ -285,7 +298,11 @@ class SaveService:
         current = self.current
         if current is None:
             return self._may_begin() and self._is_due(now)
-        return not current.has_snapshot_begun and self._may_begin() and current.may_snapshot(now, self._job.config)
+        if current.has_snapshot_begun:
+            return False
+        if current.unasked(self._job.endpoints):
+            return True
+        return self._may_begin() and current.may_snapshot(now, self._job.config)
 
     def seconds_left(self, now: float) -> float:
         """Under the lock: how long the reconfiguration thread may sleep."""
@@ -367,7 +384,7 @@ class SaveService:
             step = self._job.step()
         for caller in released:
             caller.reply(Saved("", step))
-        if begins and save is not None:
+        if save is not None and not save.has_snapshot_begun:
             self._expect(save)
         with self._job.lock:
             is_ready = save is not None and not save.has_snapshot_begun and save.may_snapshot(now, self._job.config)
@@ -409,14 +426,15 @@ class SaveService:
         saves.open = saves.num_begun
         self._job.keep()
         self._next = None
-        self.current = SaveInProgress(saves.open, request, now, self._job.membership.chief)
+        membership = self._job.membership
+        self.current = SaveInProgress(saves.open, request, now, membership.chief, membership.workers())
         return self.current
 
     def _expect(self, save: SaveInProgress) -> None:
         with self._job.lock:
-            names = self._job.membership.workers()
-            endpoints = {name: self._job.endpoints[name] for name in names if name in self._job.endpoints}
-        save.expect(endpoints, self._job.wake_reconfigurer)
+            endpoints = save.unasked(self._job.endpoints)
+        if endpoints:
+            save.expect(endpoints, self._job.wake_reconfigurer)
 
     def _blocking_callers(self, now: float) -> tuple[SaveRequest, list[str]] | None:
         """Under the lock: a request whose callers have waited too long, and the workers that it waits for."""
