@@ -50,7 +50,9 @@ def test_a_worker_that_comes_back_is_asked_once_on_each_connection() -> None:
     assert not save.unasked(here) and save.waiting == ["worker-1"]
     here["worker-1"] = Asked(save, is_gone=True)
     save.expect(save.unasked(here), print)
-    assert not save.unasked(here) and save.waiting == ["worker-1"], "the connection broke; it is not asked there again"
+    assert not save.unasked(here) and save.waiting == ["worker-1"], (
+        "the connection broke; it is not asked there again"
+    )
     here["worker-1"] = Asked(save)
     save.expect(save.unasked(here), print)
     assert save.waiting == ["worker-1"]

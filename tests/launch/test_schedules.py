@@ -99,7 +99,9 @@ def test_a_job_that_is_taken_up_by_more_workers_goes_on_where_the_run_was(comman
     again = commands.run(*words, "-w", "2", script, "0", "2")
     assert again.code == 0 and "resumes from" in again.output, again.output
     check(again.output, ("worker-0", "worker-1"), 2)
-    assert places(again.output, "worker-0")[0][0] >= 0.25
+    resumed = re.search(r"resumes from \S+: step (\d+)", again.output)
+    assert resumed and int(resumed[1]) >= 4
+    assert places(again.output, "worker-0")[0][0] > int(resumed[1]) / 80, again.output
 
 
 @pytest.mark.proof

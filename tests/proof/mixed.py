@@ -43,14 +43,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--side", type=int, default=32)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
 
     job = syncline.init()
     device = args.devices.split(",")[int(job.name.rpartition("-")[2])]
+    dtype = getattr(torch, args.dtype)
     x, y = data_of(args.samples, args.side)
-    model = model_of(args.width).to(device)
+    x, model = x.to(dtype), model_of(args.width).to(device, dtype)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LR))
     dataset = torch.utils.data.TensorDataset(torch.arange(args.samples))
     loader = DataLoader(dataset, args.batch, shuffle=True, batch="auto", collate_fn=_numbers)

@@ -51,7 +51,7 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
     found = accuracy_of(model, held_out()[1])
     live, averages = (
         [float(value) for value in re.findall(rf"validation at step \d+: .*?{which}accuracy ([\d.]+)", told)]
-        for which in ("", "average: ")
+        for which in ("", "(?:average|mean): ")
     )
     print(
         f"{policy}, {average or 'no average'}: best {found:.4f} of {len(live)} validations, "

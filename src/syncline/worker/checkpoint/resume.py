@@ -202,7 +202,7 @@ class Notes:
         self._own_step, self._is_resumed = own_step, is_resumed
         self._noted = -1  # the worker's step at the last note
         self._is_epoch_new = False  # what the script did between two epochs is in no note
-        self._cost_seconds = (0.0, 0.0)  # of the last two: one of them may have looked for schedulers
+        self._cost_seconds = (0.0, 0.0)  # processor time of the last two: one may have looked for schedulers
         self._told: set[str] = set()
 
     def begin(self, closed: threading.Event) -> None:
@@ -233,7 +233,7 @@ class Notes:
         if self._noted == own_step and not self._is_epoch_new:
             return
         self._is_epoch_new = False
-        began, self._noted = time.monotonic(), own_step
+        began, self._noted = time.thread_time(), own_step
         try:
             note = self._state.take(position, after, clock, self._facts(), MOST_BYTES)
             tensors = [(dtype, list(shape), data.tobytes()) for dtype, shape, data in note.tensors]
@@ -247,7 +247,7 @@ class Notes:
                 f"{name} has more than {MOST_BYTES >> 20} MiB: a worker that is started again gets it back from a "
                 "checkpoint only (--checkpoint)"
             )
-        self._cost_seconds = (self._cost_seconds[1], time.monotonic() - began)
+        self._cost_seconds = (self._cost_seconds[1], time.thread_time() - began)
 
     def handed_out(self) -> None:
         """Notes are taken earlier."""
