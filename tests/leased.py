@@ -184,18 +184,18 @@ class LeaseQueue:
 class Answered:
     """A question that is not waited for; here it is answered when somebody looks."""
 
-    def __init__(self, desk: LeaseQueue, job: FakeJob, message: Message) -> None:
+    def __init__(self, lease_queue: LeaseQueue, job: FakeJob, message: Message) -> None:
         self._answer: Message | None = None
         self._error: SynclineError | None = None
-        self._thread = threading.Thread(target=self._ask, args=(desk, job, message), daemon=True)
+        self._thread = threading.Thread(target=self._ask, args=(lease_queue, job, message), daemon=True)
         self._thread.start()
         self._thread.join(0.01)  # most are answered at once
 
-    def _ask(self, desk: LeaseQueue, job: FakeJob, message: Message) -> None:
+    def _ask(self, lease_queue: LeaseQueue, job: FakeJob, message: Message) -> None:
         try:
-            self._answer = desk.answer(job, message, once=True)
-            if desk.loses_answers:
-                desk.num_lost += 1
+            self._answer = lease_queue.answer(job, message, once=True)
+            if lease_queue.loses_answers:
+                lease_queue.num_lost += 1
                 raise ConnectionLost("away")
         except SynclineError as error:
             self._error = error
@@ -216,8 +216,8 @@ class Answered:
 class FakeJob:
     """A worker's job, with real leases; it writes down when it rests."""
 
-    def __init__(self, desk: LeaseQueue, rank: int, world_size: int) -> None:
-        self.desk, self.rank, self.world_size = desk, rank, world_size
+    def __init__(self, lease_queue: LeaseQueue, rank: int, world_size: int) -> None:
+        self.lease_queue, self.rank, self.world_size = lease_queue, rank, world_size
         self.owner = (f"worker-{rank}", rank + 1)
         self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
         self.noticed: list[str] = []
@@ -227,26 +227,26 @@ class FakeJob:
 
     @property
     def in_rounds(self) -> bool:
-        return self.desk.in_rounds
+        return self.lease_queue.in_rounds
 
     def ask(self, message: Message) -> Message:
-        return self.desk.answer(self, message)
+        return self.lease_queue.answer(self, message)
 
     def try_ask(self, message: Message) -> Answered:
-        if self.desk.is_away:
+        if self.lease_queue.is_away:
             raise ConnectionLost("away")
-        return Answered(self.desk, self, message)
+        return Answered(self.lease_queue, self, message)
 
     def step(self) -> None:
         """A commit of all that was read."""
         self.own_step += 1
         self.times.lap("compute")
         self.times.made_step(self.samples.lease_acks.samples)
-        self.desk.commit(self)
+        self.lease_queue.commit(self)
 
     def rest(self, *, leaves: bool = True) -> None:
         self.num_rests += 1
-        self.desk.rest(self)
+        self.lease_queue.rest(self)
 
     def script_went_on(self) -> None:
         """There is no script."""
@@ -256,7 +256,7 @@ class FakeJob:
 
     def pause(self) -> None:
         self.num_pauses += 1
-        self.desk.rest(self)
+        self.lease_queue.rest(self)
 
     should_stop = False
 

@@ -421,7 +421,7 @@ LOOKS_INSIDE = {
     "launch/test_launcher.py": "waits for states of the launcher between two of its lines, and plays signals",
     "launch/test_ringing.py": "plays the server of a ring worker's process in a double",
     "net/test_rpc.py": "the gap between two steps of a race, and the end of 32-bit numbers",
-    "server/test_circle.py": "stops a process group in the middle of a sum",
+    "server/test_process_group.py": "stops a process group in the middle of a sum",
     "server/test_ring.py": "holds up the vote of one server",
     "server/test_ring_changes.py": "holds up one server in the middle of a reconfiguration",
     "store/test_journal.py": "SQLite's own settings, locks and a term that goes back",

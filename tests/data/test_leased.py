@@ -54,16 +54,16 @@ def shards() -> IterableSource:
 
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_every_sample_goes_to_one_worker(in_rounds: bool) -> None:
-    desk, source = LeaseQueue(3, in_rounds=in_rounds), numbers(101)
-    world = desk.run(lambda job: train(job, source, shuffle=True))
-    assert sorted(itertools.chain(*itertools.chain(*world))) == list(range(101)) and desk.left == 0
+    lease_queue, source = LeaseQueue(3, in_rounds=in_rounds), numbers(101)
+    world = lease_queue.run(lambda job: train(job, source, shuffle=True))
+    assert sorted(itertools.chain(*itertools.chain(*world))) == list(range(101)) and lease_queue.left == 0
 
 
 def test_shards_too() -> None:
-    desk, source = LeaseQueue(2, in_rounds=False), shards()
-    world = desk.run(lambda job: train(job, source, shuffle=True))
+    lease_queue, source = LeaseQueue(2, in_rounds=False), shards()
+    world = lease_queue.run(lambda job: train(job, source, shuffle=True))
     assert sorted(itertools.chain(*itertools.chain(*world))) == [100 * s + k for s in range(4) for k in range(6)]
-    assert desk.left == 0
+    assert lease_queue.left == 0
 
 
 def test_each_call_with_a_source_is_its_next_epoch() -> None:
@@ -72,14 +72,14 @@ def test_each_call_with_a_source_is_its_next_epoch() -> None:
     assert epochs == [order(20, 0, epoch) for epoch in (0, 0, 1)]
     assert train(job, one, epoch=1) == [], "the job has finished it"
     assert list(itertools.chain(*train(job, one, shuffle=True, epoch=7))) == order(20, 0, 7)
-    assert set(job.desk.leasing.state.loaders) == {"loader-0", "loader-1"}
+    assert set(job.lease_queue.leasing.state.loaders) == {"loader-0", "loader-1"}
 
 
 def test_a_source_has_passes_of_its_own_under_each_name() -> None:
     job, source = alone(), numbers(8)
     first, second, third, fourth = (train(job, source, shuffle=True, name=name) for name in ("a", "b", "a", ""))
     assert first == second == fourth != third and sorted(itertools.chain(*third)) == list(range(8))
-    assert set(job.desk.leasing.state.loaders) == {"a", "b", "loader-0"}
+    assert set(job.lease_queue.leasing.state.loaders) == {"a", "b", "loader-0"}
 
 
 def test_a_job_keeps_no_source_alive() -> None:
@@ -141,10 +141,10 @@ def test_positions_of_the_log_are_samples_again(shuffle: bool) -> None:
 
 
 def test_the_last_batch_may_be_left_out() -> None:
-    desk = LeaseQueue(2)
+    lease_queue = LeaseQueue(2)
     source = numbers(21)
-    world = desk.run(lambda job: train(job, source, drop_last=True))
-    assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and desk.left == 0
+    world = lease_queue.run(lambda job: train(job, source, drop_last=True))
+    assert sorted(map(len, itertools.chain(*world))) == [4] * 4 and lease_queue.left == 0
     assert len(list(batches(numbers(21), 4, drop_last=True))) == 5
 
 
@@ -157,10 +157,10 @@ def test_the_last_batches_of_shards_cannot_be_left_out(in_job: bool) -> None:
 
 
 def test_sources_of_different_length_are_refused_with_both_named() -> None:
-    desk = LeaseQueue(2)
-    of_thread.job = desk[0]
+    lease_queue = LeaseQueue(2)
+    of_thread.job = lease_queue[0]
     batches(numbers(20), 4)
-    of_thread.job = desk[1]
+    of_thread.job = lease_queue[1]
     with pytest.raises(
         ConfigError, match=r"worker-1 has 21 samples .*worker-0 has 20 samples.*must read the same data"
     ):
@@ -168,18 +168,18 @@ def test_sources_of_different_length_are_refused_with_both_named() -> None:
 
 
 def test_a_loop_that_is_left_gives_back() -> None:
-    desk, source = LeaseQueue(2, in_rounds=False), numbers(40)
-    of_thread.job = desk[0]
+    lease_queue, source = LeaseQueue(2, in_rounds=False), numbers(40)
+    of_thread.job = lease_queue[0]
     for _ in batches(source, 4):
-        desk[0].step()
+        lease_queue[0].step()
         break
-    assert list(itertools.chain(*train(desk[1], source))) == list(range(4, 40))
+    assert list(itertools.chain(*train(lease_queue[1], source))) == list(range(4, 40))
 
 
 def test_an_evaluation_reads_all_of_it_and_the_job_hears_nothing() -> None:
     job = of_thread.job = alone()
     assert [len(batch["n"]) for batch in batches(numbers(10), 4, alone=True)] == [4, 4, 2]  # type: ignore[call-overload]
-    assert not job.desk.heard
+    assert not job.lease_queue.heard
 
 
 def test_a_worker_without_torch() -> None:

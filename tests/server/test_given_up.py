@@ -12,11 +12,11 @@ import pytest
 from syncline.core.wire.checkpoints import EndSave, Mark, WriteMarked
 from syncline.core.wire.control import AskServerStats
 from syncline.errors import StoreError
-from syncline.server import cow_snapshot as marks_module
+from syncline.server import cow_snapshot
 
 from .conftest import WAIT, House, eventually
-from .cuts import close_gates, new_folder, write
-from .test_marks import cut, hooks, made, push, slowly, written
+from .snapshots import close_gates, new_folder, write
+from .test_cow_snapshot import cut, hooks, made, push, slowly, written
 
 MakeHouse = Callable[..., House]
 
@@ -25,9 +25,9 @@ def test_of_a_save_that_is_over_nothing_takes_up_memory(make_house: MakeHouse, t
     house = made(make_house, 1)
     files = slowly(house, "server-0")
     cut(house)
-    marks = house.servers["server-0"].saving.marks
-    assert marks is not None
-    slices = list(marks.slices)
+    snapshot = house.servers["server-0"].saving.snapshot
+    assert snapshot is not None
+    slices = list(snapshot.slices)
     call = house.tell("server-0", WriteMarked(1, new_folder(tmp_path).url, "server-0.safetensors"))
     eventually(lambda: files and files[0].begun.is_set())
     push(house, 4)
@@ -37,8 +37,8 @@ def test_of_a_save_that_is_over_nothing_takes_up_memory(make_house: MakeHouse, t
     files[0].may.set()
     with pytest.raises(StoreError):
         call.wait(WAIT)
-    there = weakref.ref(marks)
-    del marks
+    there = weakref.ref(snapshot)
+    del snapshot
     slices.clear()
     gc.collect()
     assert there() is None
@@ -48,9 +48,9 @@ def test_a_writer_that_comes_late_lets_the_next_save_be(make_house: MakeHouse, t
     """It has taken a slice to write when its save is given up, and comes to the slice when that is marked again."""
     house = made(make_house, 1)
     cut(house)
-    marks = house.servers["server-0"].saving.marks
-    assert marks is not None
-    late = marks.next()
+    snapshot = house.servers["server-0"].saving.snapshot
+    assert snapshot is not None
+    late = snapshot.next()
     assert late is not None
     then = cut(house, 2)
     late.take(slowly)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_a_disk_that_does_not_answer_stops_one_slice_and_nobody_else(
     make_house: MakeHouse, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory a slice is held while it is written: whoever reads what the coordinator says goes on."""
-    monkeypatch.setattr(marks_module, "MARK_SECONDS", 0.05)
+    monkeypatch.setattr(cow_snapshot, "MARK_SECONDS", 0.05)
     house = made(make_house, 1)
     house.servers["server-0"].saving.most_bytes = 1
     files = slowly(house, "server-0")

@@ -20,7 +20,7 @@ from syncline.net.transport import buffer_of
 from syncline.store.folders import Folder
 
 from .conftest import WAIT, House, eventually
-from .cuts import save
+from .snapshots import save
 
 MakeHouse = Callable[..., House]
 Values = dict[str, np.ndarray[Any, Any]]

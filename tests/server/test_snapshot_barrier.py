@@ -20,7 +20,7 @@ from syncline.core.wire.traffic import AskClip, Committed, GiveClip, LoadState, 
 from syncline.errors import ProtocolError
 
 from .conftest import WAIT, House, Waiting, eventually
-from .cuts import close_gates, mark
+from .snapshots import close_gates, mark
 
 MakeHouse = Callable[..., House]
 

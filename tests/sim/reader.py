@@ -9,7 +9,7 @@ from syncline.core.rounds import LOOP
 from syncline.core.wire.leases import AskLease, GivenLease, LeaveEpoch
 from syncline.worker.data.leases import BatchRange, LeaseAcks, Portion
 
-from .handing import LOADER
+from .leasing import LOADER
 from .worker import Open, Worker
 from .world import Frame, Session
 

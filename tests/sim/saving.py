@@ -12,7 +12,7 @@ from syncline.core.slice_state import Identity
 from syncline.core.wire.checkpoints import SnapshotBarrierClosed
 
 from .gating import Marked
-from .handing import LOADER, Handing
+from .leasing import LOADER, Leasing
 from .ledger import Ledger
 from .samples import Entry, Sample
 from .world import Frame, Session
@@ -33,7 +33,7 @@ class Taken:
     excused: frozenset[Sample]
 
 
-class Saving(Handing):
+class Saving(Leasing):
     """One save at a time, when nothing else is to be done; it gives way to every change."""
 
     job: Job
@@ -65,7 +65,7 @@ class Saving(Handing):
     def _begin_cut(self) -> None:
         saves = self.state.saves
         primaries = {replica_set.primary for replica_set in self.state.replica_sets.values()}
-        is_in_doubt = bool(self.desk.unheard()) and "cut_in_doubt" not in self.job.bugs
+        is_in_doubt = bool(self.lease_queue.unheard()) and "cut_in_doubt" not in self.job.bugs
         if self.state.lost or is_in_doubt or not primaries <= set(self.membership.servers()):
             return
         before = (saves.num_begun, saves.open)

@@ -87,8 +87,8 @@ def test_without_shuffle_every_epoch_is_in_the_order_of_the_data_set() -> None:
 
 def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_what_is_left() -> None:
     """A script that starts again after a death, with its plain loop over epochs."""
-    desk = LeaseQueue(2, in_rounds=False)
-    first, again = desk
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    first, again = lease_queue
     loader = DataLoader(Numbers(20), 4, job=first)
     train(loader, first)
     for number, _ in enumerate(loader):
@@ -104,12 +104,12 @@ def test_an_epoch_that_the_job_has_finished_yields_nothing_and_one_under_way_wha
 @pytest.mark.parametrize("num_samples", [1, 10, 13])
 def test_the_last_batch_is_small_or_left_out(num_samples: int) -> None:
     whole, rest = divmod(num_samples, 4)
-    desk = LeaseQueue()
-    batches = train(DataLoader(Numbers(num_samples), 4, job=desk[0]), desk[0])
+    lease_queue = LeaseQueue()
+    batches = train(DataLoader(Numbers(num_samples), 4, job=lease_queue[0]), lease_queue[0])
     assert [len(batch) for batch in batches] == [4] * whole + [rest] * bool(rest)
-    desk = LeaseQueue()
-    loader = DataLoader(Numbers(num_samples), 4, drop_last=True, job=desk[0])
-    assert len(train(loader, desk[0])) == len(loader) == whole and desk.left == 0
+    lease_queue = LeaseQueue()
+    loader = DataLoader(Numbers(num_samples), 4, drop_last=True, job=lease_queue[0])
+    assert len(train(loader, lease_queue[0])) == len(loader) == whole and lease_queue.left == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
@@ -185,13 +185,13 @@ def test_the_epoch_begins_at_iter_and_not_at_its_first_batch() -> None:
     job = alone()
     iter(DataLoader(Numbers(10), 4, job=job))
     assert job.samples.progress == (0, 0, 3)
-    assert job.desk.leasing.epoch("loader-0", 0) is not None
+    assert job.lease_queue.leasing.epoch("loader-0", 0) is not None
 
 
 def test_a_worker_rests_after_an_epoch_in_which_it_stepped() -> None:
     job = alone()
     train(DataLoader(Numbers(10), 4, job=job), job)
-    assert job.num_rests == 1 and job.desk.left == 0 and job.desk.passed_over == 0
+    assert job.num_rests == 1 and job.lease_queue.left == 0 and job.lease_queue.passed_over == 0
 
 
 def test_a_worker_without_any_batch_rests_at_once() -> None:
@@ -210,28 +210,28 @@ def test_an_evaluation_loop_never_rests(without_gradients: Any) -> None:
 
 def test_a_loop_without_steps_passes_over_what_it_has_read() -> None:
     """Its samples count as read, in no step: not in the one that another loop makes later."""
-    desk = LeaseQueue()
-    lists(DataLoader(Numbers(10), 4, job=desk[0]))
-    assert desk.passed_over == 10 and desk.left == 0
-    assert desk[0].samples.lease_acks.take() == [] and not desk[0].samples.taken
-    assert desk[0].num_rests == 1, "as all workers that were in this loop"
+    lease_queue = LeaseQueue()
+    lists(DataLoader(Numbers(10), 4, job=lease_queue[0]))
+    assert lease_queue.passed_over == 10 and lease_queue.left == 0
+    assert lease_queue[0].samples.lease_acks.take() == [] and not lease_queue[0].samples.taken
+    assert lease_queue[0].num_rests == 1, "as all workers that were in this loop"
 
 
 @pytest.mark.parametrize("num_samples", [1, 10])
 def test_the_job_hears_nothing_of_an_evaluation(num_samples: int) -> None:
     """In the middle of an epoch its samples would weigh on the next step, and spoil the progress shown."""
-    desk = LeaseQueue(2)
-    job = desk[1]
+    lease_queue = LeaseQueue(2)
+    job = lease_queue[1]
     training = iter(DataLoader(Numbers(20), 4, job=job))
     next(training)
-    heard, taken, progress = list(desk.heard), job.samples.taken, job.samples.progress
+    heard, taken, progress = list(lease_queue.heard), job.samples.taken, job.samples.progress
     held = job.samples.lease_acks.held({1, 2})
     read = []
     with torch.no_grad():
-        for one in desk:
+        for one in lease_queue:
             read += flat(lists(DataLoader(Numbers(num_samples), 4, job=one)))
     assert read == [*range(num_samples), *range(num_samples)]
-    assert (desk.heard, job.samples.taken, job.samples.progress) == (heard, taken, progress)
+    assert (lease_queue.heard, job.samples.taken, job.samples.progress) == (heard, taken, progress)
     assert job.samples.lease_acks.held({1, 2}) == held
 
 
@@ -242,7 +242,7 @@ def test_gradients_off_when_the_loop_began_is_what_counts() -> None:
         batches = iter(DataLoader(Numbers(10), 4, job=job))
     for _ in batches:
         job.step()
-    assert not job.desk.heard and not job.num_rests
+    assert not job.lease_queue.heard and not job.num_rests
 
 
 def test_an_evaluation_is_no_epoch_of_the_job() -> None:
@@ -255,12 +255,12 @@ def test_an_evaluation_is_no_epoch_of_the_job() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_leaving_the_loop_early_gives_back_what_the_script_has_not_got(num_workers: int) -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=desk[0]):
-        desk[0].step()
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    for _ in DataLoader(Numbers(40), 4, num_workers=num_workers, job=lease_queue[0]):
+        lease_queue[0].step()
         break
-    assert desk[0].num_rests == 1, "behind a loop all are level, also behind one that was left"
-    assert flat(train(DataLoader(Numbers(40), 4, job=desk[1]), desk[1])) == list(range(4, 40))
+    assert lease_queue[0].num_rests == 1, "behind a loop all are level, also behind one that was left"
+    assert flat(train(DataLoader(Numbers(40), 4, job=lease_queue[1]), lease_queue[1])) == list(range(4, 40))
 
 
 class Broken(Numbers):
@@ -273,39 +273,39 @@ class Broken(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_cannot_be_read_ends_the_loop_and_stays_with_the_worker_that_failed(num_workers: int) -> None:
     """If it dies of it, the job knows at which batch; the rest is others' at once."""
-    desk = LeaseQueue(2, in_rounds=False)
-    job = desk[0]
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    job = lease_queue[0]
     with pytest.raises(KeyError, match="sample 9"):
         train(DataLoader(Broken(40), 4, num_workers=num_workers, job=job), job)
     assert not job.num_rests
-    epoch = desk.leasing.epoch("loader-0", 0)
+    epoch = lease_queue.leasing.epoch("loader-0", 0)
     assert epoch is not None
     assert [span.positions().tolist() for lease in epoch.of(job.owner) for span in lease.rest()] == [[8, 9, 10, 11]]
-    desk.leasing.out(job.owner, failed=True)
+    lease_queue.leasing.out(job.owner, failed=True)
     assert [(one.span.start, one.span.stop, one.workers) for one in epoch.suspect_batches] == [(8, 12, ["worker-0"])]
 
 
 def test_a_script_that_goes_on_after_a_sample_that_cannot_be_read_keeps_it_from_nobody() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    loader = DataLoader(Broken(20), 4, job=desk[0])
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    loader = DataLoader(Broken(20), 4, job=lease_queue[0])
     with pytest.raises(KeyError):
-        train(loader, desk[0])
+        train(loader, lease_queue[0])
     iter(loader)
-    assert flat(train(DataLoader(Numbers(20), 4, job=desk[1]), desk[1])) == list(range(8, 20))
+    assert flat(train(DataLoader(Numbers(20), 4, job=lease_queue[1]), lease_queue[1])) == list(range(8, 20))
 
 
 @pytest.mark.parametrize(("drop_last", "in_rounds", "expected"), [
     (False, True, 3), (True, True, 2), (False, False, 8), (True, False, 7),
 ])  # fmt: skip
 def test_total_steps_are_the_jobs(drop_last: bool, in_rounds: bool, expected: int) -> None:
-    desk = LeaseQueue(3, in_rounds=in_rounds)
-    assert DataLoader(Numbers(31), 4, drop_last=drop_last, job=desk[0]).total_steps == expected
+    lease_queue = LeaseQueue(3, in_rounds=in_rounds)
+    assert DataLoader(Numbers(31), 4, drop_last=drop_last, job=lease_queue[0]).total_steps == expected
 
 
 def test_nothing_is_said_of_an_epoch_that_was_read_to_its_end() -> None:
     job = alone()
     train(DataLoader(Numbers(8), 2, job=job), job)
-    assert not [message for message in job.desk.heard if isinstance(message, LeaveEpoch)]
+    assert not [message for message in job.lease_queue.heard if isinstance(message, LeaveEpoch)]
 
 
 def test_the_arguments_are_torchs_own_in_torchs_own_order() -> None:

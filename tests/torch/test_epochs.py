@@ -26,21 +26,21 @@ def test_every_epoch_is_given_once_in_its_own_order() -> None:
 
 
 def test_a_worker_that_starts_again_gets_the_epochs_that_are_left_in_their_order() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    first = DataLoader(Numbers(8), 2, True, job=desk[0], seed=0)
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    first = DataLoader(Numbers(8), 2, True, job=lease_queue[0], seed=0)
     for _ in range(2):
-        train(first, desk[0])
-    again = DataLoader(Numbers(8), 2, True, job=desk[1], seed=0)
-    assert run(again, desk[1], 4) == {2: order(8, 0, 2), 3: order(8, 0, 3)}
-    assert desk[1].samples.num_skipped == 2 and desk[1].noticed == []
+        train(first, lease_queue[0])
+    again = DataLoader(Numbers(8), 2, True, job=lease_queue[1], seed=0)
+    assert run(again, lease_queue[1], 4) == {2: order(8, 0, 2), 3: order(8, 0, 3)}
+    assert lease_queue[1].samples.num_skipped == 2 and lease_queue[1].noticed == []
 
 
 def test_an_epoch_whose_rest_others_have_is_not_given() -> None:
     """It is under way when the worker comes, and there is nothing in it for it: the wait for its end is here."""
-    desk = LeaseQueue(2, in_rounds=False)
+    lease_queue = LeaseQueue(2, in_rounds=False)
     loader, coming = (
-        DataLoader(Numbers(2), 2, True, job=desk[0], seed=0),
-        DataLoader(Numbers(2), 2, True, job=desk[1], seed=0),
+        DataLoader(Numbers(2), 2, True, job=lease_queue[0], seed=0),
+        DataLoader(Numbers(2), 2, True, job=lease_queue[1], seed=0),
     )
     batches, found, waits = iter(loader), [], threading.Event()
     next(batches)
@@ -54,7 +54,7 @@ def test_an_epoch_whose_rest_others_have_is_not_given() -> None:
     assert waits.wait(PATIENCE)
     thread.join(0.2)
     assert thread.is_alive(), "the epoch is not over"
-    desk[0].step()
+    lease_queue[0].step()
     assert list(batches) == []
     thread.join(PATIENCE)
     assert found == [] and not thread.is_alive()
@@ -66,7 +66,7 @@ def test_what_it_holds_for_an_epoch_goes_back_when_the_script_leaves() -> None:
     epochs = loader.epochs(2)
     assert next(epochs) == 0
     epochs.close()  # type: ignore[attr-defined]
-    assert job.desk.left == 8 and job.desk.leased_to("worker-0") == 0
+    assert job.lease_queue.left == 8 and job.lease_queue.leased_to("worker-0") == 0
     assert run(DataLoader(Numbers(8), 2, job=job, name="other"), job, 1) == {0: list(range(8))}
 
 
@@ -113,12 +113,12 @@ def test_what_is_no_number_of_epochs_is_refused(number: Any) -> None:
 
 
 def test_with_range_an_empty_epoch_names_the_remedy_once() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    train(DataLoader(Numbers(8), 2, job=desk[0]), desk[0])
-    again = DataLoader(Numbers(8), 2, job=desk[1])
-    assert train(again, desk[1]) == []
-    assert [text for text in desk[1].noticed if "loader.epochs(n)" in text] == [
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    train(DataLoader(Numbers(8), 2, job=lease_queue[0]), lease_queue[0])
+    again = DataLoader(Numbers(8), 2, job=lease_queue[1])
+    assert train(again, lease_queue[1]) == []
+    assert [text for text in lease_queue[1].noticed if "loader.epochs(n)" in text] == [
         "epoch 1 of 'loader-0' had no batch left for this worker, so the loop over it was empty: a mean over its "
         "batches would divide by zero. `for epoch in loader.epochs(n):` skips such epochs"
     ]
-    assert isinstance(desk[1].samples, WorkerSamples) and desk[1].samples.num_skipped == 0
+    assert isinstance(lease_queue[1].samples, WorkerSamples) and lease_queue[1].samples.num_skipped == 0

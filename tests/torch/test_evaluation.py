@@ -30,22 +30,22 @@ DISABLED = pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_m
 @DISABLED
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
 def test_with_gradients_disabled_every_worker_reads_the_whole_set(disabled: Any, options: dict[str, Any]) -> None:
-    desk = LeaseQueue(3)
+    lease_queue = LeaseQueue(3)
     with disabled():
-        for job in desk:
+        for job in lease_queue:
             loader: DataLoader[Any] = DataLoader(Numbers(10), 4, job=job, **options)
             assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(loader) == 3
-    assert not desk.heard, "no lease, no epoch"
+    assert not lease_queue.heard, "no lease, no epoch"
 
 
 @pytest.mark.parametrize("data", [Files, source])
 def test_a_whole_pass_reads_all_shards(data: Any) -> None:
-    desk = LeaseQueue(2)
+    lease_queue = LeaseQueue(2)
     with torch.no_grad():
-        for job in desk:
+        for job in lease_queue:
             loader: DataLoader[Any] = DataLoader(data(LENGTHS), 4, job=job)
             assert list(itertools.chain(*(numbers(batch) for batch in loader))) == ALL
-    assert not desk.heard
+    assert not lease_queue.heard
 
 
 def test_an_epoch_does_not_advance_by_a_whole_pass_and_shuffled_passes_differ() -> None:
@@ -54,8 +54,8 @@ def test_an_epoch_does_not_advance_by_a_whole_pass_and_shuffled_passes_differ() 
     with torch.no_grad():
         assert [lists(loader)[0], lists(loader)[0]] == [order(50, 0, 0), order(50, 0, 1)]
     assert job.samples.progress == (0, 0, 0)
-    desk = LeaseQueue()
-    loader = DataLoader(Numbers(50), 50, True, job=desk[0])
+    lease_queue = LeaseQueue()
+    loader = DataLoader(Numbers(50), 50, True, job=lease_queue[0])
     with torch.no_grad():
         lists(loader)
     assert lists(loader) == [order(50, 0, 0)]
@@ -77,30 +77,30 @@ def test_len_is_that_of_the_pass() -> None:
 
 
 def test_split_gives_each_worker_its_part_of_an_evaluation() -> None:
-    desk, read, shards = LeaseQueue(2), [], []
+    lease_queue, read, shards = LeaseQueue(2), [], []
     with torch.no_grad():
-        for job in desk:
+        for job in lease_queue:
             loader = DataLoader(Numbers(10), 4, split=True, job=job)
             read += flat(lists(loader))
             assert len(loader) == 2
             shards += [numbers(batch) for batch in DataLoader(Files(LENGTHS), 4, split=True, job=job)]
             assert not job.noticed
     assert sorted(read) == list(range(10)) and sorted(itertools.chain(*shards)) == ALL
-    assert not desk.heard
+    assert not lease_queue.heard
 
 
 def test_split_is_leased_in_training() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    loaders = [DataLoader(Numbers(20), 4, split=True, job=job) for job in desk]
-    read = [flat(train(loader, job)) for loader, job in zip(loaders, desk, strict=True)]
-    assert sorted(flat(read)) == list(range(20)) and desk.heard
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    loaders = [DataLoader(Numbers(20), 4, split=True, job=job) for job in lease_queue]
+    read = [flat(train(loader, job)) for loader, job in zip(loaders, lease_queue, strict=True)]
+    assert sorted(flat(read)) == list(range(20)) and lease_queue.heard
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "prefetch_factor": 4}])
 def test_without_split_every_worker_trains_on_the_whole_set(options: dict[str, Any]) -> None:
     """No lease; passes are numbered, so that their orders differ; batches count when the script takes them."""
-    desk = LeaseQueue(2)
-    for job in desk:
+    lease_queue = LeaseQueue(2)
+    for job in lease_queue:
         loader: DataLoader[Any] = DataLoader(Numbers(10), 4, True, split=False, job=job, **options)
         assert len(loader) == 3 and loader.total_steps == 3
         taken, read = [], []
@@ -112,7 +112,7 @@ def test_without_split_every_worker_trains_on_the_whole_set(options: dict[str, A
         with torch.no_grad():
             assert flat(lists(loader)) == order(10, 0, 2) and job.samples.taken == 20
         assert not job.num_rests and not job.noticed
-    assert not desk.heard
+    assert not lease_queue.heard
     assert DataLoader(Numbers(10), 4, split=False, job=LeaseQueue(2, in_rounds=False)[0]).total_steps == 6
 
 
@@ -163,17 +163,17 @@ def test_samples_that_no_step_used_are_told_with_the_remedy(read: Any) -> None:
 
 
 def test_nothing_is_told_of_a_loop_with_steps_or_one_that_failed_or_was_stopped() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    train(DataLoader(Numbers(8), 2, job=desk[0]), desk[0])
-    for _ in DataLoader(Numbers(8), 2, job=desk[0]):
-        desk[0].step()
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    train(DataLoader(Numbers(8), 2, job=lease_queue[0]), lease_queue[0])
+    for _ in DataLoader(Numbers(8), 2, job=lease_queue[0]):
+        lease_queue[0].step()
         break
-    for _ in DataLoader(Numbers(8), 2, job=desk[0]):
-        desk[0].should_stop = True  # type: ignore[misc]
-    desk[0].should_stop = False  # type: ignore[misc]
+    for _ in DataLoader(Numbers(8), 2, job=lease_queue[0]):
+        lease_queue[0].should_stop = True  # type: ignore[misc]
+    lease_queue[0].should_stop = False  # type: ignore[misc]
     with pytest.raises(ZeroDivisionError):
-        _fail(DataLoader(Numbers(8), 2, job=desk[0]))
-    assert not desk[0].noticed
+        _fail(DataLoader(Numbers(8), 2, job=lease_queue[0]))
+    assert not lease_queue[0].noticed
 
 
 def _fail(loader: DataLoader[Any]) -> None:

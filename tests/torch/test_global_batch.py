@@ -45,40 +45,40 @@ def test_with_parts_by_speed_every_sample_counts_once(tmp_path: pathlib.Path) ->
 
 @pytest.mark.parametrize("policy", ["async", "bounded:2"])
 def test_outside_of_rounds_a_batch_is_a_part(policy: str) -> None:
-    desk = LeaseQueue(3, in_rounds=False)
-    found = desk.run(lambda job: train(DataLoader(Numbers(120), job=job, global_batch_size=10), job))
+    lease_queue = LeaseQueue(3, in_rounds=False)
+    found = lease_queue.run(lambda job: train(DataLoader(Numbers(120), job=job, global_batch_size=10), job))
     assert {len(batch) for batches in found for batch in batches} == {4}
     assert sorted(flat(flat(found))) == list(range(120))
 
 
 def test_length_steps_and_batch_size_are_those_of_the_parts() -> None:
-    desk, free = LeaseQueue(3), LeaseQueue(3, in_rounds=False)
-    loaders = [DataLoader(Numbers(105), job=job, global_batch_size=10) for job in desk]
+    lease_queue, free = LeaseQueue(3), LeaseQueue(3, in_rounds=False)
+    loaders = [DataLoader(Numbers(105), job=job, global_batch_size=10) for job in lease_queue]
     assert [loader.batch_size for loader in loaders] == [4, 3, 3]
     assert [loader.total_steps for loader in loaders] == [11] * 3
     lengths, found = (
         [len(loader) for loader in loaders],
-        desk.run(lambda job: [len(batch) for batch in train(loaders[job.rank], job)]),
+        lease_queue.run(lambda job: [len(batch) for batch in train(loaders[job.rank], job)]),
     )
     assert [sum(sizes) for sizes in zip(*found, strict=True)] == [10] * 10 + [5]
     assert lengths == [len(sizes) for sizes in found]
     loader = DataLoader(Numbers(105), job=free[1], global_batch_size=10)
     assert (loader.batch_size, loader.total_steps, len(loader)) == (4, 27, 9)
-    dropping = DataLoader(Numbers(105), job=desk[2], global_batch_size=10, drop_last=True)
+    dropping = DataLoader(Numbers(105), job=lease_queue[2], global_batch_size=10, drop_last=True)
     assert (dropping.total_steps, len(dropping)) == (10, 10)
 
 
 def test_a_rest_that_is_less_than_the_workers_is_in_the_length_of_those_who_read_it() -> None:
-    desk = LeaseQueue(3)
-    loaders = [DataLoader(Numbers(22), job=job, global_batch_size=10) for job in desk]
+    lease_queue = LeaseQueue(3)
+    loaders = [DataLoader(Numbers(22), job=job, global_batch_size=10) for job in lease_queue]
     lengths = [len(loader) for loader in loaders]
-    assert lengths == [len(batches) for batches in desk.run(lambda job: train(loaders[job.rank], job))]
+    assert lengths == [len(batches) for batches in lease_queue.run(lambda job: train(loaders[job.rank], job))]
 
 
 def test_shards_are_read_in_parts_too() -> None:
-    desk = LeaseQueue(2)
+    lease_queue = LeaseQueue(2)
     source = syncline.data.IterableSource({f"s{k}": lambda: iter([{"x": n} for n in range(20)]) for k in range(2)})
-    found = desk.run(
+    found = lease_queue.run(
         lambda job: [len(batch["x"]) for batch in _read(DataLoader(source, job=job, global_batch_size=9), job)]
     )
     assert all(not sizes or sizes[0] == part for sizes, part in zip(found, (5, 4), strict=True)), found

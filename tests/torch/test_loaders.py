@@ -16,7 +16,7 @@ def test_loaders_are_known_by_their_order_or_by_name() -> None:
     loaders = [DataLoader(Numbers(4), 2, job=job, name=name) for name in ("", "labelled", "")]
     for loader in loaders:
         train(loader, job)
-    assert set(job.desk.leasing.state.loaders) == {"loader-0", "labelled", "loader-1"}
+    assert set(job.lease_queue.leasing.state.loaders) == {"loader-0", "labelled", "loader-1"}
     with pytest.raises(ConfigError, match="two loaders called 'labelled'; give each its own name="):
         DataLoader(Numbers(4), 2, job=job, name="labelled")
 
@@ -34,15 +34,15 @@ def test_loaders_made_before_the_job_are_known_by_the_order_in_which_they_were_m
     monkeypatch.setattr(syncline.torch.data, "has_current_job", lambda: True)
     for loader in (DataLoader(Numbers(10), 2), third, named, second, first):
         train(loader, job)
-    lengths = {name: loader.num_samples for name, loader in job.desk.leasing.state.loaders.items()}
+    lengths = {name: loader.num_samples for name, loader in job.lease_queue.leasing.state.loaders.items()}
     assert lengths == {"loader-0": 4, "loader-1": 6, "loader-3": 8, "loader-4": 10, "named": 9}
 
 
 def test_data_of_different_length_is_refused_with_both_named() -> None:
-    desk = LeaseQueue(2)
-    iter(DataLoader(Numbers(8), 2, job=desk[0]))
+    lease_queue = LeaseQueue(2)
+    iter(DataLoader(Numbers(8), 2, job=lease_queue[0]))
     with pytest.raises(ConfigError, match=r"worker-1 has 9 samples in batches of 2 .*worker-0 has 8 samples"):
-        iter(DataLoader(Numbers(9), 2, job=desk[1]))
+        iter(DataLoader(Numbers(9), 2, job=lease_queue[1]))
 
 
 def test_the_current_job_is_taken_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

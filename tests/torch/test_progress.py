@@ -55,13 +55,13 @@ def test_in_rounds_it_is_the_same_for_all_workers(options: dict[str, Any], tmp_p
 
 def test_outside_of_rounds_it_is_about_what_all_have_read() -> None:
     """Each worker has leases of its own, which lie apart; their places alone would be apart by as much."""
-    desk = LeaseQueue(2, in_rounds=False)
-    loaders = [DataLoader(Numbers(400), 4, job=job) for job in desk]
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    loaders = [DataLoader(Numbers(400), 4, job=job) for job in lease_queue]
     runs = [loader.epochs(1) for loader in loaders]
     assert [next(run) for run in runs] == [0, 0]
     batches, read = [iter(loader) for loader in loaders], 0
     for _ in range(40):
-        for job, mine in zip(desk, batches, strict=True):
+        for job, mine in zip(lease_queue, batches, strict=True):
             next(mine)
             assert job.samples.run_done == pytest.approx(read / 400, abs=0.1)
             read += 4
@@ -71,14 +71,14 @@ def test_outside_of_rounds_it_is_about_what_all_have_read() -> None:
 
 
 def test_a_worker_that_starts_again_and_one_that_takes_up_go_on_where_the_job_is() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    first = DataLoader(Numbers(40), 4, job=desk[0])
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    first = DataLoader(Numbers(40), 4, job=lease_queue[0])
     for _ in range(2):
-        train(first, desk[0])
-    again, run = DataLoader(Numbers(40), 4, job=desk[1]), []
+        train(first, lease_queue[0])
+    again, run = DataLoader(Numbers(40), 4, job=lease_queue[1]), []
     for _ in again.epochs(4):
-        run.append(desk[1].samples.run_done)
-        train(again, desk[1])
+        run.append(lease_queue[1].samples.run_done)
+        train(again, lease_queue[1])
     assert run == [0.5, 0.75]
 
 

@@ -73,7 +73,7 @@ def test_the_seed_is_taken_at_the_first_training_pass_and_kept() -> None:
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_workers_with_different_seeds_read_every_sample_once_in_the_chiefs_order(in_rounds: bool) -> None:
     """`torch.manual_seed(job.rank)` is in many scripts: with orders of their own, samples were lost and repeated."""
-    desk = LeaseQueue(3, in_rounds=in_rounds)
+    lease_queue = LeaseQueue(3, in_rounds=in_rounds)
 
     def work(job: FakeJob) -> list[list[list[int]]]:
         loader: DataLoader[Any] = DataLoader(
@@ -81,7 +81,7 @@ def test_workers_with_different_seeds_read_every_sample_once_in_the_chiefs_order
         )
         return [train(loader, job) for _ in range(2)]
 
-    found = desk.run(work)
+    found = lease_queue.run(work)
     for epoch in range(2):
         batches = [batch for each in found for batch in each[epoch]]
         assert sorted(flat(batches)) == list(range(60))
@@ -89,7 +89,7 @@ def test_workers_with_different_seeds_read_every_sample_once_in_the_chiefs_order
 
 
 def test_a_worker_that_comes_before_the_chief_waits_for_its_seed() -> None:
-    desk, waits = LeaseQueue(2, in_rounds=False), threading.Event()
+    lease_queue, waits = LeaseQueue(2, in_rounds=False), threading.Event()
 
     def work(job: FakeJob) -> int:
         if job.rank == 0:
@@ -100,16 +100,16 @@ def test_a_worker_that_comes_before_the_chief_waits_for_its_seed() -> None:
         lists(loader)
         return loader.seed
 
-    assert desk.run(work) == [5, 5]
+    assert lease_queue.run(work) == [5, 5]
 
 
 def test_a_chief_that_does_not_read_this_loader_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "CHIEF_SECONDS", 0.1)
-    desk = LeaseQueue(2, in_rounds=False)
-    assert flat(train(shuffled(desk[1], seed=6), desk[1])) == order(50, 6, 0)
-    assert flat(train(shuffled(desk[1], seed=8, name="own"), desk[1])) == order(50, 8, 0)
-    again = shuffled(desk[0], seed=7)
-    assert train(again, desk[0]) == [] and again.seed == 6, "and then its seed counts for all"
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    assert flat(train(shuffled(lease_queue[1], seed=6), lease_queue[1])) == order(50, 6, 0)
+    assert flat(train(shuffled(lease_queue[1], seed=8, name="own"), lease_queue[1])) == order(50, 8, 0)
+    again = shuffled(lease_queue[0], seed=7)
+    assert train(again, lease_queue[0]) == [] and again.seed == 6, "and then its seed counts for all"
 
 
 def test_the_seed_goes_on_with_the_journal_and_a_checkpoint() -> None:

@@ -63,12 +63,12 @@ def train(loader: DataLoader[Any], job: FakeJob) -> list[list[int]]:
 @pytest.mark.parametrize("make", [Files, source])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_every_sample_of_every_shard_is_read_once(make: Any, num_workers: int, in_rounds: bool) -> None:
-    desk = LeaseQueue(num_workers, in_rounds=in_rounds)
-    world = desk.run(lambda job: train(DataLoader(make(LENGTHS), 4, True, job=job), job))
+    lease_queue = LeaseQueue(num_workers, in_rounds=in_rounds)
+    world = lease_queue.run(lambda job: train(DataLoader(make(LENGTHS), 4, True, job=job), job))
     batches = list(itertools.chain(*world))
     assert sorted(itertools.chain(*batches)) == ALL
     assert all(len({number // 100 for number in batch}) == 1 for batch in batches), "no batch crosses shards"
-    assert desk.left == 0 and desk.passed_over == 0
+    assert lease_queue.left == 0 and lease_queue.passed_over == 0
 
 
 def test_shards_are_mixed_by_seed_and_epoch() -> None:
@@ -80,23 +80,23 @@ def test_shards_are_mixed_by_seed_and_epoch() -> None:
 
 
 def test_whoever_goes_on_with_a_shard_skips_what_is_done() -> None:
-    desk = LeaseQueue(2, in_rounds=False)
-    for number, _ in enumerate(DataLoader(Files([20, 5]), 4, job=desk[0])):
-        desk[0].step()
+    lease_queue = LeaseQueue(2, in_rounds=False)
+    for number, _ in enumerate(DataLoader(Files([20, 5]), 4, job=lease_queue[0])):
+        lease_queue[0].step()
         if number == 1:
             break
-    rest = train(DataLoader(Files([20, 5]), 4, job=desk[1]), desk[1])
-    assert sorted(itertools.chain(*rest)) == [*range(8, 20), *range(100, 105)] and desk.left == 0
+    rest = train(DataLoader(Files([20, 5]), 4, job=lease_queue[1]), lease_queue[1])
+    assert sorted(itertools.chain(*rest)) == [*range(8, 20), *range(100, 105)] and lease_queue.left == 0
 
 
 def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
     """The other would have to read it from its first sample: it takes shards that are not begun, or waits."""
-    desk = LeaseQueue(2, in_rounds=False)
+    lease_queue = LeaseQueue(2, in_rounds=False)
     dataset = Files([12, 12, 12])
-    mine = iter(DataLoader(dataset, 4, job=desk[0]))
+    mine = iter(DataLoader(dataset, 4, job=lease_queue[0]))
     next(mine)
-    desk[0].step()
-    desk.recall(desk[0].owner, "loader-0", 0)
+    lease_queue[0].step()
+    lease_queue.recall(lease_queue[0].owner, "loader-0", 0)
 
     def work(job: FakeJob) -> list[int]:
         batches = mine if job.rank == 0 else DataLoader(dataset, 4, job=job)
@@ -106,7 +106,7 @@ def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
             job.step()
         return found
 
-    one, two = desk.run(work)
+    one, two = lease_queue.run(work)
     assert set(range(4, 12)) <= set(one)
     assert sorted([*one, *two]) == sorted({*range(4, 12), *range(100, 112), *range(200, 212)})
     assert sorted(dataset.opened) == [0, 1, 2]
@@ -114,15 +114,15 @@ def test_a_shard_that_is_begun_stays_with_its_reader() -> None:
 
 def test_a_lease_behind_the_end_of_a_shard_is_nothing() -> None:
     """A worker died at the last samples of a shard: what follows them is leased apart, and there is nothing."""
-    desk = LeaseQueue(2, in_rounds=False)
+    lease_queue = LeaseQueue(2, in_rounds=False)
     with pytest.raises(KeyError):
-        for _ in DataLoader(Broken([6]), 4, job=desk[0]):
-            desk[0].step()
-    desk.leasing.out(desk[0].owner, failed=True)
-    epoch = desk.leasing.epoch("loader-0", 0)
+        for _ in DataLoader(Broken([6]), 4, job=lease_queue[0]):
+            lease_queue[0].step()
+    lease_queue.leasing.out(lease_queue[0].owner, failed=True)
+    epoch = lease_queue.leasing.epoch("loader-0", 0)
     assert epoch is not None and [one.span.stop - one.span.start for one in epoch.suspect_batches] == [4]
-    desk.jobs.pop(0)
-    assert train(DataLoader(Files([6]), 4, job=desk[0]), desk[0]) == [[4, 5]] and desk.left == 0
+    lease_queue.jobs.pop(0)
+    assert train(DataLoader(Files([6]), 4, job=lease_queue[0]), lease_queue[0]) == [[4, 5]] and lease_queue.left == 0
 
 
 class Broken(Files):
@@ -200,7 +200,7 @@ def test_a_source_is_read_in_whole_batches_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_arrays_come_as_tensors(num_workers: int) -> None:
-    desk = LeaseQueue(2, in_rounds=False)
+    lease_queue = LeaseQueue(2, in_rounds=False)
     arrays = ArraySource((np.arange(30.0).reshape(15, 2), np.arange(15)))
 
     def work(job: FakeJob) -> list[int]:
@@ -211,4 +211,4 @@ def test_arrays_come_as_tensors(num_workers: int) -> None:
             job.step()
         return found
 
-    assert sorted(itertools.chain(*desk.run(work))) == list(range(15)) and desk.left == 0
+    assert sorted(itertools.chain(*lease_queue.run(work))) == list(range(15)) and lease_queue.left == 0

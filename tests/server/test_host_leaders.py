@@ -13,7 +13,7 @@ import torch
 from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, check_ledger, kill, push_cells, start
-from tests.server.test_circle import odd_pushes
+from tests.server.test_process_group import odd_pushes
 from tests.server.test_ring import train
 from tests.server.test_ring_hosts import _ends, rank_of
 

@@ -8,7 +8,7 @@ import pytest
 from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, check_ledger, push_cells, start
-from tests.server.test_relay import AABB, relay_of, ring
+from tests.server.test_host_leaders import AABB, relay_of, ring
 
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum

@@ -1,4 +1,4 @@
-"""The desk: what it answers and to whom; and that no late word, and no death, makes anything count twice."""
+"""The lease queue: what it answers and to whom; and that no late word, and no death, makes anything count twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def membership(policy: str = "async") -> Membership:
     return members
 
 
-def desk(policy: str = "async") -> LeaseQueue[str]:
+def lease_queue(policy: str = "async") -> LeaseQueue[str]:
     made: LeaseQueue[str] = LeaseQueue(membership(policy))
     for owner in (ONE, TWO):
         made.leasing.open(owner, "a", 0, DATA, 2)
@@ -54,7 +54,7 @@ def test_a_chief_whose_script_has_ended_is_not_waited_for() -> None:
 
 
 def test_the_question_of_a_new_life_stays_when_the_leases_of_the_old_one_go_back() -> None:
-    here = desk()
+    here = lease_queue()
     take_all(here, ONE)
     again = ("worker-0", 9)
     assert not ask(here, again, "again", waits=True)
@@ -64,7 +64,7 @@ def test_the_question_of_a_new_life_stays_when_the_leases_of_the_old_one_go_back
 
 def test_leases_of_the_dead_stay_while_a_commit_of_theirs_waits_for_its_round() -> None:
     """It may still be applied; or it is dropped when primaries change: only then is it known what is to do again."""
-    here = desk("sync")
+    here = lease_queue("sync")
     leases = take_all(here, ONE)
     here.out({ONE: True}, [ONE])
     epoch = here.leasing.epoch("a", 0)
@@ -90,7 +90,7 @@ def test_what_was_given_back_is_given_back_also_to_the_next_coordinator() -> Non
 
 def test_who_could_not_be_asked_to_give_back_is_asked_again() -> None:
     """The question, or its answer, was lost with a connection: nobody may wait for it for ever."""
-    here = desk()
+    here = lease_queue()
     take_all(here, ONE)
     here.ask(TWO, AskLease("a", 0, [], waits=True), "two", 0.0)
     assert [owner for owner, _ in here.answers()[1]] == [ONE]

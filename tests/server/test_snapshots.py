@@ -17,7 +17,7 @@ from syncline.net.transport import Peer
 from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.testing import local_job
 
-from .cuts import WAIT, save, saved_values
+from .snapshots import WAIT, save, saved_values
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from syncline.store.folders import Folder
 from syncline.store.tensors import TensorReader
 
 from .conftest import WAIT, House, Waiting, eventually
-from .cuts import close_gates, manifest_of, mark, new_folder, save, write
+from .snapshots import close_gates, manifest_of, mark, new_folder, save, write
 
 MakeHouse = Callable[..., House]
 Noted = dict[str, tuple[bytes, ...]]

@@ -1,4 +1,4 @@
-"""What a coordinator's twin does about leases: it answers by the core's desk, keeps, confirms, and hands back."""
+"""What a coordinator's twin does about leases: the core's queue answers; it keeps, confirms and hands back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ASK_SECONDS, AGAIN_SECONDS = 0.3, 0.02
 LOADER = "loader"
 
 
-class Handing(Planning):
+class Leasing(Planning):
     """Samples, handed out."""
 
     def open_desk(self) -> None:
-        self.desk: LeaseQueue[tuple[Session, int]] = LeaseQueue(self.membership)
+        self.lease_queue: LeaseQueue[tuple[Session, int]] = LeaseQueue(self.membership)
         if "reuse_lease" in self.job.bugs:
             epochs = self.state.leases.epochs.get(LOADER, {}).values()
             self.state.leases.next_lease = 1 + max((n for epoch in epochs for n in epoch.leases), default=0)
@@ -38,7 +38,7 @@ class Handing(Planning):
             (number, epoch.todo, list(epoch.leases.values()))
             for number, epoch in self.state.leases.epochs.get(LOADER, {}).items()
         ]
-        return f" leases {leases} asking {self.desk.asking} recalled {self.desk.leasing.recalled}"
+        return f" leases {leases} asking {self.lease_queue.asking} recalled {self.lease_queue.leasing.recalled}"
 
     # -- what workers say ---------------------------------------------------------------------------------
 
@@ -56,22 +56,22 @@ class Handing(Planning):
     def on_open_epoch(self, session: Session, frame: Frame) -> None:
         if self._hears(session, frame):
             (number, data), owner = frame.body, (frame.name, frame.incarnation)
-            workers = max(1, len(self.desk.participants()))
-            is_left = self.desk.leasing.open(owner, LOADER, number, data, workers)
+            workers = max(1, len(self.lease_queue.participants()))
+            is_left = self.lease_queue.leasing.open(owner, LOADER, number, data, workers)
             self.kept_first.append((session, "opened", (number, is_left)))
             self.answer_all()
 
     def on_ask_lease(self, session: Session, frame: Frame) -> None:
         if self._hears(session, frame):
             number, message = frame.body
-            self.desk.ask((frame.name, frame.incarnation), message, (session, number), self.world.now)
+            self.lease_queue.ask((frame.name, frame.incarnation), message, (session, number), self.world.now)
             self.answer_all()
             if message.waits and self.is_alive:
                 self._ask_uses()
 
     def on_leave_epoch(self, session: Session, frame: Frame) -> None:
         if self._hears(session, frame):
-            self.desk.leave((frame.name, frame.incarnation), frame.body)
+            self.lease_queue.leave((frame.name, frame.incarnation), frame.body)
             self.kept_first.append((session, "left_epoch", (frame.body.epoch,)))
             self.answer_all()
 
@@ -79,15 +79,15 @@ class Handing(Planning):
         if self._may_ask(session, frame):
             number, owner, leases, newest = frame.body  # who was meant: a new life may answer for it
             self.recalls.pop((owner, number), None)
-            self.desk.leasing.gave_back(owner, LOADER, number, leases, newest)
+            self.lease_queue.leasing.gave_back(owner, LOADER, number, leases, newest)
             self.answer_all()
 
     def answer_all(self) -> None:
-        answers, recalls = self.desk.answers()
+        answers, recalls = self.lease_queue.answers()
         later, self.kept_first = self.kept_first, []
         must_keep = later or any(given.lease for _, given in answers)
         if must_keep and "lease_unkept" not in self.job.bugs and not self.keep():
-            self.desk.not_kept(answers)
+            self.lease_queue.not_kept(answers)
             answers, later, self.kept_first = [], [], later
         for owner, recall in recalls:
             self._recall(owner, recall.epoch)
@@ -107,7 +107,7 @@ class Handing(Planning):
 
     def were_used(self, acks: list[LeaseAck], late: list[LeaseAck]) -> None:
         if acks or late:
-            self.desk.use(acks, late)
+            self.lease_queue.use(acks, late)
             self.answer_all()
 
     def _ask_uses(self, key: Any = None) -> None:
@@ -120,14 +120,14 @@ class Handing(Planning):
             return
         key, acks, late, waiting = frame.body
         if self.state.members[frame.name].role == "worker":
-            self.desk.heard((frame.name, frame.incarnation), acks, late, is_all=not waiting)
+            self.lease_queue.heard((frame.name, frame.incarnation), acks, late, is_all=not waiting)
         self.were_used(acks, late)
         back = self.handing_back
         if back is not None and back["key"] == key and self.is_alive:
             self.handing_back = None
             if "back_while_open" in self.job.bugs:
                 waiting = []
-            self.desk.out(back["gone"], waiting)
+            self.lease_queue.out(back["gone"], waiting)
             self.keep()
             if not self.is_alive:
                 return
@@ -138,30 +138,30 @@ class Handing(Planning):
     # -- now and then -------------------------------------------------------------------------------------
 
     def look_at_leases(self) -> None:
-        if not self.desk.is_open or not self.is_alive:
+        if not self.lease_queue.is_open or not self.is_alive:
             return
-        self.desk.reclaim(self.world.now, RECLAIM_SECONDS)
-        for owner, recall in self.desk.recut():
+        self.lease_queue.reclaim(self.world.now, RECLAIM_SECONDS)
+        for owner, recall in self.lease_queue.recut():
             self._recall(owner, recall.epoch)
         for (owner, number), session in list(self.recalls.items()):
             if session is None or session is not self.links.get(owner[0]):  # the question, or the answer, got lost
                 del self.recalls[owner, number]
-                self.desk.leasing.not_recalled(owner, LOADER, number)
+                self.lease_queue.leasing.not_recalled(owner, LOADER, number)
         self.answer_all()
-        if self.desk.somebody_waits and self.is_alive:
+        if self.lease_queue.somebody_waits and self.is_alive:
             self._ask_uses()
-        for name, _ in self.desk.unheard():
+        for name, _ in self.lease_queue.unheard():
             self.say(name, "ask_uses", (None,))
-        if self.desk.has_news and self.world.now - self.kept_at > KEEP_SECONDS and self.is_alive:
+        if self.lease_queue.has_news and self.world.now - self.kept_at > KEEP_SECONDS and self.is_alive:
             self._confirm()
 
     def _confirm(self) -> None:
         self.kept_at = self.world.now
-        used, late, finished = self.desk.take_news()
+        used, late, finished = self.lease_queue.take_news()
         for _, number, epoch in finished:
             self.job.ledger.samples.quarantine(number, epoch.quarantined)
         if "confirm_unkept" not in self.job.bugs and not self.keep():
-            self.desk.put_back_news(used, late)
+            self.lease_queue.put_back_news(used, late)
             return
         replica_set = self.state.replica_sets.get(0)
         for name in replica_set.names if replica_set is not None else ():
@@ -171,7 +171,7 @@ class Handing(Planning):
 
     def hand_back(self) -> bool:
         """Leases of those who are out and fenced go to others; whether slice 0's server is asked what counts."""
-        gone = self.desk.gone()
+        gone = self.lease_queue.gone()
         if not gone or self.world.now < self.back_later:
             return False
         back = self.handing_back = {"key": self._key(), "gone": gone}
@@ -186,7 +186,7 @@ class Handing(Planning):
 
     def worker_is_out(self, owner: Identity) -> None:
         if "back_before_fence" in self.job.bugs:
-            self.desk.out({owner: True}, ())
+            self.lease_queue.out({owner: True}, ())
 
     def unconfirmed(self) -> set[tuple[int, int]]:
         """What the report of lost uses is about: epochs and positions that are leased and not known to be done."""
@@ -204,4 +204,4 @@ class Handing(Planning):
             for epoch in self.state.leases.epochs.get(LOADER, {}).values():
                 for lease in epoch.leases.values():
                     lease.done = []
-        self.desk.acks_are_lost()
+        self.lease_queue.acks_are_lost()
