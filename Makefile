@@ -8,7 +8,7 @@ ROWS ?=
 DATA ?= fashion-mnist
 FRAMEWORKS ?= tensorflow jax mixed
 PYTEST := $(BIN)/python -m pytest -q
-PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800
+PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800 --durations=30
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
 JOBS ?= 4
 

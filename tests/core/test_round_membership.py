@@ -374,7 +374,7 @@ class Job:
                     self._say(worker, range(1, len(self.servers)), "commit", round_membership)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=2, max_size=5),
     st.integers(2, 3),

@@ -317,7 +317,7 @@ def run_bounded(script: list[list[int]], bound: int, window: int, seed: int) -> 
 
 
 @given(scripts, st.integers(0, 3), st.integers(0, 3), st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_the_lag_never_passes_the_bound(script: list[list[int]], bound: int, window: int, seed: int) -> None:
     """Workers that race, rest, come back and leave in any order; nobody is answered too early or held for ever."""
     run_bounded(script, bound, window, seed)

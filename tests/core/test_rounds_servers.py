@@ -167,7 +167,7 @@ def test_in_sync_every_server_applies_the_same_rounds(script: list[Script], seed
 
 
 @given(scripts, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2**32))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_in_bounded_no_two_servers_make_two_workers_wait_for_each_other(
     script: list[Script], bound: int, window: int, seed: int
 ) -> None:

@@ -47,7 +47,6 @@ def test_pictures_are_padded_with_black(vision: ModuleType) -> None:
     ("model", "way", "buffers"),
     [
         ("mobilenet", ("-s", "1"), "chief"),
-        ("mobilenet", ("--exchange", "ring"), "mean"),
         ("resnet18", ("-s", "1"), "mean"),
         ("vgg11", ("--exchange", "ring"), "chief"),
     ],

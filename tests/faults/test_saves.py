@@ -18,7 +18,6 @@ from syncline.faults import POINTS
 __all__ = ["commands"]
 
 VICTIM = {"coordinator": "coordinator", "server": "server-1", "worker": "worker-1"}
-QUICK = {("server", "save.written")}
 WORDS = ("run", "--checkpoint", "saves", "--save-every", "4steps", "-s", "2", "-w", "2")
 
 
@@ -27,11 +26,11 @@ def cases() -> list[Any]:
     for role, points in POINTS.items():
         for point in points:
             if point.startswith(("save.", "manifest.", "snapshot_barrier.", "script.")):
-                marks = [pytest.mark.slow] if (role, point) in QUICK else [pytest.mark.slow, pytest.mark.proof]
-                found.append(pytest.param(role, point, marks=marks, id=f"{role}-{point}"))
+                found.append(pytest.param(role, point, id=f"{role}-{point}"))
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("role", "point"), cases())
 def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     commands: Any, monkeypatch: Any, role: str, point: str

@@ -16,7 +16,7 @@ from syncline import config as configuration
 ROOT = pathlib.Path(__file__).parents[2]
 #: LeNet's gradients are 0.25 MB: 20 ms of this wire each way. Less may pass at once than a push has.
 RATE = "rate 100mbit burst 16kb latency 200ms"
-CHOICES = ("1", "auto", "64", "16", "4")
+CHOICES = ("1", "auto", "64", "16")  # 4 was never the best: docs/guides/algorithms.md
 EPOCHS = 2
 
 

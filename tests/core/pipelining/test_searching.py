@@ -171,9 +171,11 @@ def fits(problem: Problem, parts: list, groups: list, peaks: tuple) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[] if part < 3 else [pytest.mark.proof]) for part in range(10)]
+)
 def test_as_good_as_the_best_of_all_cuts_and_orders(part: int) -> None:
-    """500 random cost tables."""
+    """150 random cost tables, in `make proof` 350 others."""
     without = 0
     for seed in range(part, SEEDS, 10):
         problem = random_problem(seed)
