@@ -26,7 +26,7 @@ def cases() -> list[Any]:
     for role, points in POINTS.items():
         for point in points:
             if point.startswith(("save.", "manifest.", "snapshot_barrier.", "script.")):
-                found.append(pytest.param(role, point, id=f"{role}-{point}"))
+                found.append(pytest.param(role, point, id=f"{role}-{point}"))  # noqa: PERF401
     return found
 
 

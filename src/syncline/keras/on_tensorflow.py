@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,15 +19,50 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(array) for array in exchange([tensor.numpy() for tensor in given])]
 
+    copies = Copies()
+
     def call(*arrays: Any) -> list[Any]:
-        # TensorFlow may keep the memory of a returned array, and the job overwrites its own.
         with from_graph():
-            return [np.array(array) for array in exchange(list(arrays))]
+            return copies.of(exchange(list(arrays)))
 
     found = tf.numpy_function(call, given, [each.dtype for each in like], stateful=True)
     for tensor, each in zip(found, like, strict=True):
         tensor.set_shape(each.shape)
     return list(found)
+
+
+#: References to an array that nobody else has, as `Copies.of` counts them; sets of copies that are kept.
+_UNUSED, _MOST_KEPT = 3, 4
+
+
+class Copies:
+    """Copies for TensorFlow, which makes tensors and variables of the memory that it gets.
+
+    Memory that TensorFlow has given back is used again: new memory in every step takes longer than the copies.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[list[Any]] = []
+
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        for copies in self._kept:
+            # TensorFlow holds a reference to what it uses. The others are its list, `copy` and the call.
+            if all(sys.getrefcount(copy) == _UNUSED for copy in copies):
+                break
+        else:
+            copies = [_aligned(array) for array in arrays]
+            if len(self._kept) < _MOST_KEPT:
+                self._kept.append(copies)
+        for copy, array in zip(copies, arrays, strict=True):
+            np.copyto(copy, array)
+        return list(copies)
+
+
+def _aligned(array: Any) -> Any:
+    """Memory at a border of 64 bytes: TensorFlow copies any other."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
 def adopt(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
