@@ -119,6 +119,26 @@ def sync(name: str, num_bytes: int, *, workers: int, reach: Reach) -> Row:
     )
 
 
+def finite_check(name: str, num_bytes: int, *, workers: int) -> Row:
+    """What the look for NaN and Inf costs: a round of gradients that lie in place, beside the same without it."""
+
+    def measure(effort: Effort) -> Samples:
+        task = Task(kind="push_pull", num_bytes=num_bytes)
+        ours, reference = (
+            JobSide(task, workers=workers, check_finite=looks, transport="shm", side=side)
+            for side, looks in (("ours", True), ("reference", False))
+        )
+        return play(ours, reference, effort)
+
+    return Row(
+        name=name,
+        what=f"{size_in_words(num_bytes)} sync, {workers} workers 1 server, from gradients(), checked for NaN",
+        reference="the same of ours with --no-check-finite",
+        reach=Reach("printed"),
+        measure=measure,
+    )
+
+
 def sync_scaling(
     name: str, num_bytes: int, *, large: tuple[int, int] = (8, 4), small: tuple[int, int] = (2, 1), reach: Reach
 ) -> Row:

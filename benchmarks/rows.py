@@ -9,7 +9,7 @@ from benchmarks.adapters import beside_torch
 from benchmarks.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
 from benchmarks.footprint import server_memory, worker_memory
 from benchmarks.leases import coordinator_memory, epoch_start, lease_share
-from benchmarks.moving import adam, beside, crowd, push_pull, replicas, sync, sync_scaling, tls
+from benchmarks.moving import adam, beside, crowd, finite_check, push_pull, replicas, sync, sync_scaling, tls
 from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
@@ -43,16 +43,17 @@ def _moving_rows() -> list[Row]:
     return [
         push_pull("shm-large", LARGE, own_arrays=False, floor=_MEMORY, reach=_at_most(1.3)),
         push_pull("shm-large-arrays", LARGE, own_arrays=True, floor=_MEMORY, reach=_at_most(1.7)),
-        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(8)),
+        push_pull("shm-small", SMALL, own_arrays=False, floor="round trip", reach=_at_most(6)),
         beside("shm-beside", SMALL, 64 * MIB, workers=1, reach=_at_most(1.2)),
         beside("shm-beside-2", SMALL, 64 * MIB, workers=2, reach=_at_most(2.5)),
-        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.5), transport="tcp"),
+        push_pull("tcp-large", LARGE, own_arrays=False, floor="stream", reach=_at_most(1.4), transport="tcp"),
         tls("tls-large", LARGE, reach=_at_most(1.3)),
-        sync("sync-2", LARGE, workers=2, reach=_at_most(0.5)),
-        sync("sync-4", LARGE, workers=4, reach=_at_most(0.4)),
+        sync("sync-2", LARGE, workers=2, reach=_at_most(0.42)),
+        sync("sync-4", LARGE, workers=4, reach=_at_most(0.38)),
+        *(finite_check(f"finite-{n}", LARGE, workers=n) for n in (2, 4)),
         sync_scaling("sync-scaling", 16 * MIB, reach=_at_most(4)),
         crowd("async-8-shm", LARGE, workers=8, floor=_MEMORY, transport="shm", reach=_at_most(1.4), num_cores=16),
-        crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.4), num_cores=16),
+        crowd("async-8-tcp", LARGE, workers=8, floor="stream", transport="tcp", reach=_at_most(1.6), num_cores=16),
         adam("adam", LARGE, reach=_at_most(1.3)),
         replicas("replicas-sync", LARGE, policy="sync", reach=_at_most(1.6)),
         replicas("replicas-async", LARGE, policy="async", reach=_at_most(2.2)),
@@ -101,7 +102,12 @@ def _training_rows() -> list[Row]:
         embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
         embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
         beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),
-        beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.35), exchange="ring"),
+        beside_ddp("mlp-ring", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.3), exchange="ring"),
+        # Servers take 47 ms for a step where DDP takes 82; the ring is to come to 60.
+        beside_ddp("mlp-12", "mlp-wide", _WIDE, workers=12, reach=Reach("printed"), num_cores=16),
+        beside_ddp(
+            "mlp-12-ring", "mlp-wide", _WIDE, workers=12, reach=Reach("at least", 1.36), exchange="ring", num_cores=16
+        ),
         early_beside_late("mlp-early", "mlp-wide", _WIDE, workers=2),
         beside_strangers("mlp-async", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 0.75)),
         *(
@@ -165,8 +171,8 @@ def _gpu_rows() -> list[Row]:
     return [
         on_device("cuda-sync", "gpt", full, reach=_at_most(1.3)),
         on_device("cuda-async", "gpt", full, policy="async", window=1, reach=_at_most(1.1)),
-        on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.3)),
-        on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.1)),
+        on_device("cuda-sync-bf16", "gpt-bf16", half, reach=_at_most(1.1)),
+        on_device("cuda-async-bf16", "gpt-bf16", half, policy="async", window=1, reach=_at_most(1.02)),
         beside_nccl("nccl-1", "gpt", full, workers=1, reach=Reach("at least", 0.98)),
         beside_nccl("nccl-all", "gpt", full, workers=0, reach=Reach("at least", 0.98)),
         on_device("cuda-server", "gpt", full, server_device="cuda", reach=Reach("printed")),

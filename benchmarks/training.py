@@ -43,6 +43,7 @@ def beside_ddp(
     reach: Reach,
     batch_size: int = 0,
     exchange: str = "servers",
+    num_cores: int = 0,
 ) -> Row:
     """Training with several workers in rounds, beside DistributedDataParallel; with a batch size, one of a series."""
 
@@ -59,6 +60,7 @@ def beside_ddp(
         reference=f"DistributedDataParallel on gloo, {counted(workers, 'rank')}",
         reach=reach,
         measure=measure,
+        num_cores=num_cores,
         scale=Scale(workers, workers * batch_size) if batch_size else None,
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import msgspec
@@ -28,18 +28,111 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     known: int  # the highest version acknowledged to this worker
 
 
-@dataclasses.dataclass(slots=True)
+class CommonClocks:
+    """One table of clocks and fences for all slices that recent rounds have not touched.
+
+    A round is counted here once, in place of at every such slice. A slice joins with an equal table, and stands apart
+    with a copy before anything else happens to it. Tables are replaced, never changed, so a reader sees all of a
+    round or nothing of it. Whoever decides the order of rounds advances the table under `lock`; joining and standing
+    apart take it too, so that a slice has each round from the table or counts it itself.
+    """
+
+    __slots__ = ("clocks", "fences", "lock", "num_slices")
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self.clocks: Mapping[Identity, int] = {}
+        self.fences: Mapping[str, int] = {}
+        self.lock, self.num_slices = lock, 0
+
+    def advance(self, workers: Sequence[tuple[Identity, int]]) -> bool:
+        """Under `lock`: counts a round for all slices here. False if each slice must decide for itself."""
+        if not _are_next(workers, self.clocks, self.fences):
+            return False
+        self.clocks = {**self.clocks, **dict(workers)}
+        return True
+
+
+def _are_next(
+    workers: Iterable[tuple[Identity, int]], clocks: Mapping[Identity, int], fences: Mapping[str, int]
+) -> bool:
+    """Whether each of these commits follows the worker's last one, and none is of a fenced worker."""
+    return all(
+        clock == clocks.get(worker, 0) + 1 and worker[1] > fences.get(worker[0], 0) for worker, clock in workers
+    )
+
+
 class SliceState:
     """Version, clocks and fences of one slice. The vector clock records what has been applied."""
 
-    version: int = 0
-    clocks: dict[Identity, int] = dataclasses.field(default_factory=dict)
-    fences: dict[str, int] = dataclasses.field(default_factory=dict)  # highest fenced incarnation of each name
-    seen: dict[str, int] = dataclasses.field(default_factory=dict)  # version that each worker last pulled
-    pins: int = 0
-    writing: bool = False
-    acks: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: unconfirmed lease acks
-    late: dict[int, list[Places]] = dataclasses.field(default_factory=dict)  # slice 0: unconfirmed, of late commits
+    __slots__ = ("_clocks", "_common", "_fences", "acks", "late", "pins", "seen", "version", "writing")
+
+    def __init__(
+        self, version: int = 0, clocks: Mapping[Identity, int] | None = None, fences: Mapping[str, int] | None = None
+    ) -> None:
+        self.version = version
+        self._clocks: dict[Identity, int] = dict(clocks or {})
+        self._fences: dict[str, int] = dict(fences or {})
+        self._common: CommonClocks | None = None  # if set, its tables are those of this slice
+        self.seen: dict[str, int] = {}  # version that each worker last pulled
+        self.pins = 0
+        self.writing = False
+        self.acks: dict[int, list[Places]] = {}  # slice 0: unconfirmed lease acks
+        self.late: dict[int, list[Places]] = {}  # slice 0: unconfirmed, of late commits
+
+    @property
+    def clocks(self) -> Mapping[Identity, int]:
+        """Every worker's clock here."""
+        common = self._common
+        return self._clocks if common is None else common.clocks
+
+    @clocks.setter
+    def clocks(self, clocks: Mapping[Identity, int]) -> None:
+        self.stand_apart()
+        self._clocks = dict(clocks)
+
+    @property
+    def fences(self) -> Mapping[str, int]:
+        """The highest fenced incarnation of each name."""
+        common = self._common
+        return self._fences if common is None else common.fences
+
+    # -- clocks in common ---------------------------------------------------------------------------------
+
+    def shares(self, common: CommonClocks) -> bool:
+        """Whether its clocks are these."""
+        return self._common is common
+
+    def join(self, common: CommonClocks) -> bool:
+        """Shares these clocks if they equal its own, or if no slice shares them yet; nothing may be under way here.
+        Returns whether it does.
+        """
+        with common.lock:
+            if self._common is not None:
+                return self._common is common
+            if not common.num_slices:
+                common.clocks, common.fences = dict(self._clocks), dict(self._fences)
+            elif common.clocks != self._clocks or common.fences != self._fences:
+                return False
+            common.num_slices += 1
+            self._common = common
+            return True
+
+    def stand_apart(self) -> None:
+        """Has clocks and fences of its own from now on. Every method that changes them does this first."""
+        common = self._common
+        if common is None:
+            return
+        with common.lock:
+            if self._common is not None:  # else another thread was faster
+                self._clocks, self._fences = dict(common.clocks), dict(common.fences)
+                common.num_slices -= 1
+                self._common = None
+
+    # -- what is applied ----------------------------------------------------------------------------------
+
+    def lacks(self, workers: Iterable[tuple[Identity, int]]) -> bool:
+        """Whether all of these commits are new here, and none is of a fenced worker."""
+        return _are_next(workers, self.clocks, self.fences)
 
     def admit(self, worker: Identity, clock: int) -> Literal["new", "already applied"]:
         """Whether a commit is still to be applied here. A gap raises an error."""
@@ -54,10 +147,16 @@ class SliceState:
 
     def applied(self, workers: list[tuple[Identity, int]], changed: bool) -> None:
         """A round is applied: clocks advance on every slice, the version only if something changed."""
-        for worker, clock in workers:
-            self.clocks[worker] = clock
+        if workers:
+            self.stand_apart()
+            self._clocks.update(workers)
         if changed:
             self.version += 1
+
+    def level(self, clocks: Mapping[Identity, int]) -> None:
+        """These workers are at these clocks from now on."""
+        self.stand_apart()
+        self._clocks.update(clocks)
 
     def used(self, acks: Iterable[tuple[int, int, int]], late: Iterable[tuple[int, int, int]] = ()) -> None:
         """Records the lease ranges of applied and of late commits."""
@@ -82,10 +181,11 @@ class SliceState:
 
     def fence(self, worker: Identity) -> None:
         """Refuses this incarnation and earlier ones of its name, and drops their clocks."""
+        self.stand_apart()
         name, incarnation = worker
-        self.fences[name] = max(incarnation, self.fences.get(name, 0))
-        for known in [k for k in self.clocks if k[0] == name and k[1] < self.fences[name]]:
-            del self.clocks[known]
+        self._fences[name] = max(incarnation, self._fences.get(name, 0))
+        for known in [k for k in self._clocks if k[0] == name and k[1] < self._fences[name]]:
+            del self._clocks[known]
         self.seen.pop(name, None)
 
     def is_fenced(self, worker: Identity) -> bool:
@@ -107,11 +207,12 @@ class SliceState:
         late: Iterable[tuple[int, int, int]] = (),
     ) -> None:
         """Takes over the state of another server."""
+        self.stand_apart()
         self.acks, self.late = {}, {}
         self.used(acks, late)
         self.version = version
-        self.clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
-        self.fences = dict(fences)
+        self._clocks = {(name, incarnation): clock for name, incarnation, clock in clocks}
+        self._fences = dict(fences)
 
     def staleness(self, worker: str) -> int:
         """Updates applied since this worker's last pull."""

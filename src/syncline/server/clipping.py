@@ -100,7 +100,7 @@ class Clipping:
             if self._flow.was_dropped(work):
                 return
             for slot in work.slots if not work.is_summed else ():
-                slot.queue.append(work)
+                slot.put(work)
         self._flow.go_through(work)
 
     def num_orphans(self) -> int:

@@ -277,7 +277,7 @@ class Commits:
                 standing.phase_began += clock - 1 - standing.clock
             for slot in behind:
                 with slot.lock:
-                    slot.state.clocks[worker] = clock - 1
+                    slot.state.level({worker: clock - 1})
             standing.position += min(clock - 1 - standing.clock, self._set_back.pop(worker, 0))
             standing.clock = clock - 1
 

@@ -25,9 +25,11 @@ from syncline.server.tasks import (
     Seniority,
     SliceTask,
     StagedCommit,
+    answers_early,
     key_of,
     leading,
 )
+from syncline.server.untouched import UntouchedSlices
 
 #: A commit that is decided and not answered yet.
 Held = Commit[StagedCommit]
@@ -48,6 +50,7 @@ class RoundExecutor:
     ) -> None:
         self._rounds, self._slices, self.pool, self._pulls = rounds, slices, pool, pulls
         self._stands_still = rounds.policy.stands_still
+        self._answers_early = answers_early(rounds.policy)
         self.num_servers = num_servers
         self.seniority: dict[Identity, Seniority] = {}
         self.tells_clocks = False  # with one replica: a worker's copy may have to replace a slice
@@ -66,6 +69,7 @@ class RoundExecutor:
         self._preferred: list[int] = []
         self._leaving: frozenset[int] = frozenset()
         self._in_order: tuple[HostedSlice, ...] | None = None
+        self._untouched = UntouchedSlices()
         self._is_zero_told = False
         self.lag_max = 0
         self.num_rounds = 0
@@ -98,6 +102,7 @@ class RoundExecutor:
         more updates. With spare workers, the server of slice 0 closes the rounds from now on.
         """
         self._leaving, self._in_order = frozenset(leaving), None
+        self._untouched = UntouchedSlices()
         self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
         self._rounds.first_segment = min((slot.part.segment for slot in self._slices.values()), default=0)
         self._pulls.hosts_others()
@@ -107,6 +112,7 @@ class RoundExecutor:
         with self.state_lock:
             self._preferred = [number for number in slices if number in self._slices]
             self._in_order = None
+            self._untouched = UntouchedSlices()
 
     # -- rounds on their way ------------------------------------------------------------------------------
 
@@ -116,8 +122,8 @@ class RoundExecutor:
         for commits in verdict.apply:
             if verdict.kind == "late":
                 commits[0].item.void()
-            slots = self.slots_in_order()
             lead = leading(commits, self.seniority)
+            slots = self._slots_for(commits, lead)
             if len(commits) > 1 and self._rounds.decides:
                 self._dropped.see(commits, lead, self.log)
             work = RoundTask(commits, slots, lead, self._rounds.policy, self._finished, self._held, self.fail)
@@ -137,8 +143,17 @@ class RoundExecutor:
                 self._note_clocks(work)
             if not self.clipping.is_for(work) and not work.is_summed:
                 for slot in slots:
-                    slot.queue.append(work)
+                    slot.put(work)
         return works
+
+    def _slots_for(self, commits: Sequence[Held], lead: Held) -> Sequence[HostedSlice]:
+        """The slices at which a round is queued; it is counted at all others."""
+        slots, is_voted_on = self.slots_in_order(), self._ring is not None and self._ring.is_on
+        if len(slots) < 2 or is_voted_on or self.gathers or lead.item.clip_norm is not None:
+            return slots
+        if self._answers_early and any(commit.item.answer is not None for commit in commits):
+            return slots
+        return self._untouched.count(commits, slots)
 
     def _tell_zero(self, work: RoundTask) -> None:
         """Says once that a script pushes gradients that do not count."""
@@ -161,7 +176,7 @@ class RoundExecutor:
         work = FenceTask(workers, slots, done)
         self._busy.add(work)
         for slot in slots:
-            slot.queue.append(work)
+            slot.put(work)
         return [work]
 
     @property
@@ -185,7 +200,7 @@ class RoundExecutor:
         work = FlushTask(slots, done)
         self._busy.add(work)
         for slot in slots:
-            slot.queue.append(work)
+            slot.put(work)
         return [work]
 
     def run(self, works: Iterable[SliceTask]) -> None:
@@ -257,14 +272,8 @@ class RoundExecutor:
         self._busy.add(work)
 
     def drain_all(self, work: SliceTask) -> None:
-        """Applies a round with the pool's threads, or in this thread if it is small. Slices without a gradient in it
-        only count it, where nothing else is under way.
-        """
+        """Applies a round with the pool's threads, or in this thread if it is small."""
         slots = work.slots
-        if isinstance(work, RoundTask) and len(slots) > 1 and work.may_be_counted:
-            slots = [slot for slot in slots if not slot.counts_only(work)]
-            if passed := len(work.slots) - len(slots):
-                work.slices_done(passed)
         small = is_small([slot.part.num_bytes for slot in slots])
         for slot in slots:
             if small:

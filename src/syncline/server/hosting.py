@@ -324,6 +324,7 @@ class Hosting:
                 replica.is_named = True
                 replica.is_new = name not in before.names if before is not None else True
                 with slot.lock:
+                    slot.state.stand_apart()
                     slot.replicas = [*slot.replicas, replica]
 
     def _become_other(self, replica_set: ReplicaSet) -> None:
@@ -379,8 +380,8 @@ class Hosting:
         for slot in restored:
             for name, incarnation in staying:
                 clock = slot.copied.get(life_of(name, incarnation)) if slot.copied is not None else None
-                if clock is not None:
-                    slot.state.clocks.setdefault((name, incarnation), clock)
+                if clock is not None and (name, incarnation) not in slot.state.clocks:
+                    slot.state.level({(name, incarnation): clock})
         slots = list(self.slices.values()) or self.backups.slots()
         used = [s.state for s in slots if s.uploaded and (s.copied is None or s.state.clocks)]
         found = least_clocks(used) if used else given
@@ -390,7 +391,7 @@ class Hosting:
             found.update((worker, clock - 1) for worker, clock in given.items() if worker not in heard and clock > 1)
         for slot in self.slices.values():
             if not slot.uploaded:
-                slot.state.clocks.update(found)
+                slot.state.level(found)
         return found
 
     def close_ways(self) -> None:
@@ -406,4 +407,4 @@ class Hosting:
 def _state_of(slot: HostedSlice) -> SliceState:
     """A consistent copy of the state, which changes on a backup."""
     with slot.lock:
-        return SliceState(slot.state.version, dict(slot.state.clocks), dict(slot.state.fences))
+        return SliceState(slot.state.version, slot.state.clocks, slot.state.fences)

@@ -115,18 +115,21 @@ class Pulls:
         self, request: Request, clock: int, item: StagedCommit, round_membership: RoundMembership | None
     ) -> None:
         """Replies with versions only: the worker reads shared memory, or takes no parameters (`reads`)."""
-        versions = []
         worker, message = request.peer.name, request.message
         reads = not isinstance(message, Stage | CommitStaged | GiveClip) or message.reads
         landed = self.land(request, item.slot, reads=reads)
-        for slot in self._by_id:
-            version = landed.get(slot.part.id)
-            if version is None:
-                version = slot.mapped_version() if reads else slot.state.version
-            if reads:
+        versions = self._mapped_versions(landed) if reads else [slot.state.version for slot in self._by_id]
+        if reads:
+            for slot, version in zip(self._by_id, versions, strict=True):
                 slot.state.seen[worker] = version
-            versions.append(version)
         request.reply(Committed(clock, versions, [], item.clocks, item.is_late, round_membership, item.is_skipped))
+
+    def _mapped_versions(self, landed: Mapping[int, int]) -> list[int]:
+        """What a worker finds in mapped memory; `landed`: in its arenas on the GPU."""
+        if not landed and not (self._by_id and self._by_id[0].storage.is_lazy):  # all have the same one
+            return [slot.state.version for slot in self._by_id]
+        found = ((slot, landed.get(slot.part.id)) for slot in self._by_id)
+        return [slot.mapped_version() if version is None else version for slot, version in found]
 
     def land(self, request: Request, number: int, *, reads: bool) -> dict[int, int]:
         """Copies parameters to the arenas that this worker has on the GPU, if it `reads`; their versions by slice.

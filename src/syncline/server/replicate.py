@@ -288,4 +288,4 @@ class Replica:
     def renew(self, slot: HostedSlice, finished: Callable[[SliceTask], None] = lambda work: None) -> None:
         """Under the slice's lock: sends the whole slice again. Drain afterwards."""
         self.needs_seed = True
-        slot.queue.append(FenceTask((), (slot,), finished))
+        slot.put(FenceTask((), (slot,), finished))

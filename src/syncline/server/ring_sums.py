@@ -263,7 +263,7 @@ class RingReducer:
                 return False
             hold_sums(self._hosting.backups, work)
             for slot in work.slots:
-                slot.queue.append(work)
+                slot.put(work)
             return True
 
 

@@ -91,6 +91,7 @@ class Seeding:
         """Sends the whole slice, then the updates since. Returns the seconds during which the slice was blocked."""
         with self._between_updates(slot):
             began = time.perf_counter()
+            slot.state.stand_apart()  # from the seed on, the copy gets every round from here
             outgoing = seed_of(slot, replica.lent)
             replica.after_seed = collections.deque()
             slot.replicas = [*slot.replicas, replica]

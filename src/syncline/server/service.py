@@ -338,7 +338,7 @@ class Server:
                 known = {worker: clock for worker, clock in self.commits.clocks().items() if clock and is_told}
                 if self.hosting.host(message.segment, made):
                     for slot in made.values():
-                        slot.state.clocks.update(known)
+                        slot.state.level(known)
                     self.commits.flow.hosts_others()
         self._tell_cost(message.segment)
         request.reply(Done())

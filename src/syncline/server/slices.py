@@ -17,9 +17,8 @@ from syncline.core.codecs.pieces import Encoded, SliceCoder
 from syncline.core.layout import INTEGERS, Piece, Ranges, Segment, Slice
 from syncline.core.rounds import Commit
 from syncline.core.rule import Option
-from syncline.core.slice_state import Identity, SliceState
+from syncline.core.slice_state import CommonClocks, Identity, SliceState
 from syncline.core.wire.leases import LeaseAck
-from syncline.errors import ProtocolError
 from syncline.net.reliable_send import Partner
 from syncline.net.transport import buffer_of
 from syncline.reduce.kernels import Numbers
@@ -27,7 +26,7 @@ from syncline.reduce.slices import SliceReduction
 from syncline.server.replicate import Region, Replica, Update, region_of, update_of
 from syncline.server.rules import PushedSlice, SliceRules
 from syncline.server.storage import DeviceArena, SliceStorage
-from syncline.server.tasks import Key, Progress, RoundTask, SliceTask, StagedCommit, acks_of, key_of, late_of
+from syncline.server.tasks import Key, Progress, SliceTask, StagedCommit, acks_of, key_of, late_of
 
 Bytes = npt.NDArray[np.uint8]
 #: Snapshot buffers that a slice keeps for reuse.
@@ -133,6 +132,26 @@ class HostedSlice:
 
     # -- what waits is applied ----------------------------------------------------------------------------
 
+    def put(self, work: SliceTask) -> None:
+        """Queues a task. What is queued happens to this slice alone."""
+        self.state.stand_apart()
+        self.queue.append(work)
+
+    def passes(self, workers: list[tuple[Identity, int]], common: CommonClocks) -> bool:
+        """Under `state_lock`: counts a round that has no gradient for this slice, and shares `common` if it can.
+        False if anything else is under way here, or if the round must be queued to find out what is wrong with it.
+        """
+        if self.replicas or not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self.state.pins or self.in_flight is not None or self.queue or not self.state.lacks(workers):
+                return False
+            self.state.applied(workers, False)
+            self.state.join(common)
+            return True
+        finally:
+            self.lock.release()
+
     def drain(self) -> None:
         """Applies the tasks that wait, in order, unless a reader has pinned the slice. Called without its lock."""
         for work in self._apply_queued():
@@ -149,28 +168,6 @@ class HostedSlice:
                 if not self._is_voted_on():
                     return done
         return done + self._drain_with_backups()
-
-    def counts_only(self, work: RoundTask) -> bool:
-        """Counts a round that has no gradient for this slice, if nothing else is under way here. Returns whether it
-        did: a step of one small parameter does not take longer for each other slice of a large model.
-        """
-        commits = work.commits
-        if self.replicas or any(self.touched_by(commit.item.pushed) for commit in commits):
-            return False
-        with self.lock:
-            state = self.state
-            if state.pins or self.in_flight is not None or len(self.queue) != 1 or self.queue[0] is not work:
-                return False
-            if self.part.id == 0 and any(commit.item.acks for commit in commits):
-                return False
-            try:
-                clocks = [((c.worker, c.item.incarnation), c.clock) for c in commits if self._admits(c)]
-            except ProtocolError as error:
-                work.error = work.error or error
-            else:
-                state.applied(clocks, False)
-            self.queue.popleft()
-        return True
 
     def _is_voted_on(self) -> bool:
         """In a ring: whether the next task waits for votes."""

@@ -82,6 +82,6 @@ class StateTransfer:
             with slot.lock:
                 for replica in slot.replicas:
                     replica.needs_seed = True
-                slot.queue.append(work)
+                slot.put(work)
         for slot in slots:
             slot.drain()

@@ -37,6 +37,10 @@ class RingRounds(Protocol):
     @property
     def generation(self) -> int: ...
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there are other servers to wait for."""
+
     def expect(self, work: RoundTask) -> None:
         """The round is complete here: it waits for the other servers."""
 
@@ -219,12 +223,9 @@ class SliceTask:
         return []
 
     def slice_done(self) -> None:
-        self.slices_done(1)
-
-    def slices_done(self, number: int) -> None:
-        """So many slices have processed it."""
+        """A slice has processed it."""
         with self._lock:
-            self._left -= number
+            self._left -= 1
             last = self._left == 0
         if last:
             self._finished(self)
@@ -281,6 +282,11 @@ class FlushTask(SliceTask):
     gather = 1
 
 
+def answers_early(policy: Policy) -> bool:
+    """Whether replies name slices as they are applied. Under `bounded` one may have to wait for slower workers."""
+    return policy.kind != "bounded"
+
+
 #: The generation in which a worker came, and its name. It never changes.
 Seniority = tuple[int, tuple[str, int, str]]
 _LAST: Seniority = (1 << 62, ("", 0, ""))
@@ -313,8 +319,7 @@ class RoundTask(SliceTask):
         super().__init__(slots, finished)
         self._held, self._failed, self._num_unheld = held, failed, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
-        # under `bounded` the reply may have to wait for slower workers
-        self._answers_early = policy.kind != "bounded"
+        self._answers_early = answers_early(policy)
         if len(commits) == 1:
             self.skip, self.weight = leading.item.skip, leading.item.weight
         else:
@@ -360,11 +365,6 @@ class RoundTask(SliceTask):
         if not self._answers_early or self.error is not None:
             return []
         return [commit.item.answer for commit in self.commits if commit.item.answer is not None]
-
-    @property
-    def may_be_counted(self) -> bool:
-        """Whether a slice without a gradient only has to count it."""
-        return not (self.gather or self.waits_for_votes or self.answers())
 
     def norm_done(self, slice_id: int, squared_norm: float) -> bool:
         """Adds a slice's share of the norm. Returns whether it was the last one."""

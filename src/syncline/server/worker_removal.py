@@ -133,8 +133,12 @@ class WorkerRemoval:
 
     def not_staged(self, worker: Identity, contribution: StagedCommit, have: set[int]) -> int | None:
         """A slice here whose bytes this commit lacks."""
+        shared: dict[int, bool] = {}  # by segment
         for slot in self._staged_by(worker[0]):
-            if slot.part.id in have or self._staging.is_shared(worker, contribution.slot, slot.part):
+            segment = slot.part.segment
+            if segment not in shared:
+                shared[segment] = self._staging.is_shared(worker, contribution.slot, slot.part)
+            if shared[segment] or slot.part.id in have:
                 continue
             if slot.touched_by(contribution.pushed):
                 return slot.part.id
