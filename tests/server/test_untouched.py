@@ -17,9 +17,10 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import Commit
 from syncline.core.slice_state import life_of
 from syncline.core.wire.checkpoints import CloseSnapshotBarrier, Mark
+from syncline.core.wire.control import SeedTo
 from syncline.core.wire.traffic import Committed, LoadState, Pin, Prefer, Pull, Pulled, Rest, Unpin
 from syncline.errors import ProtocolError
-from syncline.server.tasks import StagedCommit
+from syncline.server.tasks import FenceTask, StagedCommit
 from syncline.server.untouched import UntouchedSlices
 
 from .conftest import WAIT, House, Waiting, eventually
@@ -104,7 +105,9 @@ def test_a_round_is_queued_at_the_slices_that_it_touches(make_house: MakeHouse) 
     assert queued(5, "b", acks=[(1, 0, 64)]) == [0, 1], "slice 0 keeps the lease ranges"
     slots[4].pin()
     slots[4].state.stand_apart()
-    assert queued(6, "b") == [1, 4], "a reader is there: in its turn"
+    slots[2].put(FenceTask((), (slots[2],), lambda work: None))
+    assert queued(6, "b") == [1, 2, 4], "in its turn, where a reader is or something waits"
+    slots[2].drain()
     slots[4].unpin()
     assert queued(6, "b") == [0, 1, 2, 3, 4, 5], "again: each slice says what it has"
 
@@ -263,6 +266,44 @@ def test_a_slice_that_is_seeded_meanwhile_gives_its_backup_every_round(make_hous
     running.result()
     pushing.check()
     check_equal(house)
+
+
+def test_a_seeded_slice_tells_its_backup_of_rounds_that_pass_it(make_house: MakeHouse) -> None:
+    """At once, and not only after the generation that names the backup: it may be promoted before."""
+    house = make_house(2, 1, replicas=2, policy="async")
+    pushing = Pushing(house)
+    for _ in range(3):
+        pushing.step("a")
+    (number, *_) = [part.id for part in house.parts("server-0") if part.id != number_of(house, "a")]
+    target = next(member for member in house.members if member.name == "server-1")
+    house.tell("server-0", SeedTo([number], target)).wait(WAIT)
+    pushing.step("a")
+    worker = house.workers["worker-0"]
+    for server in house.servers:
+        assert house.slot(server, number).state.clocks == {(worker.name, worker.incarnation): 4}, server
+
+
+def test_what_is_queued_at_a_slice_happens_to_it_alone(make_house: MakeHouse) -> None:
+    pushing = sharing(make_house)
+    one, two, three = (pushing.house.slot("server-0", number_of(pushing.house, name)) for name in "bcd")
+    assert one.state.clocks is two.state.clocks is three.state.clocks
+    one.put(FenceTask((), (one,), lambda work: None))
+    assert one.state.clocks is not two.state.clocks is three.state.clocks
+    one.drain()
+    pushing.step("a")
+    pushing.check()
+
+
+def test_a_slice_that_is_leaving_counts_no_more(make_house: MakeHouse) -> None:
+    """Its next primary may have the step of a removed worker from elsewhere, and sees by the clocks what it lacks."""
+    pushing = sharing(make_house)
+    house, flow = pushing.house, pushing.house.servers["server-0"].commits.flow
+    leaving, staying = (house.slot("server-0", number_of(house, name)) for name in "bc")
+    before = dict(leaving.state.clocks)
+    with flow.state_lock:
+        flow.hosts_others([leaving.part.id])
+    pushing.step("a")
+    assert leaving.state.clocks == before != staying.state.clocks
 
 
 def test_a_slice_that_moves_takes_its_clocks_along(make_house: MakeHouse) -> None:

@@ -275,6 +275,8 @@ def to_ranges(ids: Iterable[int]) -> Ranges:
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
     """These ids without the others. All are sorted."""
+    if not others:
+        return ranges
     left: list[tuple[int, int]] = []
     following, position = [*others, (math.inf, math.inf)], 0
     for start, stop in ranges:

@@ -48,7 +48,8 @@ class StepClock:
     @property
     def work_seconds(self) -> float:
         """Time spent on steps, without waits for others."""
-        return sum(seconds for phase, seconds in self._seconds.items() if phase != "wait")
+        seconds = self._seconds
+        return seconds["compute"] + seconds["stage"] + seconds["pull"]
 
     def made_step(self, samples: int) -> None:
         """Counts a step; `samples`: total so far. Samples and seconds are updated together."""

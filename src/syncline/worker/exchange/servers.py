@@ -235,8 +235,8 @@ class ServersExchange:
             push = dataclasses.replace(push, squared_norm=total)
         for action in self._before_commit:
             action()
-        if self._replay.roster is not self._rosters.newest or any(
-            isinstance(t.flow.error, MENDED) for t in self._open
+        if self._replay.roster is not self._rosters.newest or (
+            self._open and any(isinstance(t.flow.error, MENDED) for t in self._open)
         ):
             self._again(self._replay.take_over)
         if self._participation.must_come_back:

@@ -132,12 +132,17 @@ class FlatTarget(HostTarget):
         return None if flat is None else flat[part.offset : part.offset + part.num_bytes].copy()
 
 
+#: Memory for bytes that are dropped is kept up to this size.
+_FEW_BYTES = 4096
+
+
 class ArrayTarget(HostTarget):
     """Single parameters by name; bytes between them are dropped."""
 
     def __init__(self, layout: Layout, targets: Mapping[str, Bytes]) -> None:
         super().__init__()
         self._layout, self._targets = layout, targets
+        self._views: dict[int, list[Bytes]] = {}  # by slice, where next to nothing is dropped
         self._slices = self._find_slices()
         self._wanted = {part.id for part in self._slices}
 
@@ -159,9 +164,19 @@ class ArrayTarget(HostTarget):
         return part.id in self._wanted
 
     def views(self, part: Slice) -> list[Bytes]:
+        known = self._views.get(part.id)
+        if known is not None:
+            return known
+        found, num_dropped = self._find_views(part)
+        if num_dropped <= _FEW_BYTES:
+            self._views[part.id] = found
+        return found
+
+    def _find_views(self, part: Slice) -> tuple[list[Bytes], int]:
+        """With the number of bytes that go nowhere."""
         segment = self._layout.segments[part.segment]
         found: list[Bytes] = []
-        end = 0
+        end = num_kept = 0
         for piece in self._layout.pieces(part):
             parameter = segment.parameters[piece.parameter]
             size = ITEM_BYTES[parameter.dtype]
@@ -172,10 +187,11 @@ class ArrayTarget(HostTarget):
                 found.append(np.empty(piece.num_items * size, np.uint8))
             else:
                 found.append(target[piece.start * size : (piece.start + piece.num_items) * size])
+                num_kept += found[-1].size
             end = piece.offset + piece.num_items * size
         if end < part.num_bytes:
             found.append(np.empty(part.num_bytes - end, np.uint8))
-        return found
+        return found, part.num_bytes - num_kept
 
     def holds(self, part: Slice) -> bool:
         return holds_all(self._layout, part, self._targets.__contains__)
