@@ -86,9 +86,14 @@ def play(plan: MemberPlan, stages: StageProcesses | StagePlace | None = None) ->
     """Plays the role until it ends; the exit code."""
     try:
         if plan.role == "coordinator":
-            from syncline.launch.coordinating import run_coordinator
+            from syncline.launch.coordinating import PagePlan, run_coordinator
 
-            return run_coordinator(plan.file, plan.listen_fd, resumes=plan.resumes)
+            return run_coordinator(
+                plan.file,
+                plan.listen_fd,
+                resumes=plan.resumes,
+                page=PagePlan(plan.page_fd, plan.page_code) if plan.page_fd is not None else None,
+            )
         if plan.role == "server":
             from syncline.launch.serving import run_server
 
