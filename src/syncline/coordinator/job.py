@@ -143,6 +143,7 @@ class JobContext:
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
         self.page_link: Callable[[], str] | None = None  # makes a link that opens the page once
+        self.long_wait = ""  # of the recorder: who waits for whom, where it is long
         self.verdicts: tuple[JobVerdict, ...] = ()  # of the recorder
         self.member_stats: dict[str, MemberStats] = {}  # what each member told last
         self.rates: dict[str, dict[str, float]] = {}  # the learning rates that each worker reported last

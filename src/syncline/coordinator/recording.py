@@ -42,6 +42,8 @@ MOST_JUDGED = 400
 MOST_LINES, MOST_POINTS = 50, 10
 #: After trouble with the disk, the next attempt.
 AGAIN_SECONDS = 30.0
+#: Trouble with the disk is said again after so long at the earliest.
+SILENT_SECONDS = 3_600.0
 #: How often figures of the job as a whole go to metrics.jsonl, and the last look into the series.
 FIGURES_SECONDS = 10.0
 #: The same verdict is an event again only after so long.
@@ -63,11 +65,11 @@ class Recorder:
         self._said: dict[tuple[str, str], float] = {}
         self._watchers: list[Callable[[JobLook], None]] = []
         self._latest: JobLook | None = None
-        self._number = 0
+        self._number, self._is_broken = 0, False
         self._num_events = _last_number(folder)
         self._files = RunFiles(folder, job)
         self._unwritten: queue.Queue[JobLook | None] = queue.Queue(MOST_UNWRITTEN)
-        self._closed = threading.Event()
+        self._closed, self._has_ended = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._look_regularly, name="record", daemon=True),
             threading.Thread(target=self._write, name="write records", daemon=True),
@@ -101,15 +103,16 @@ class Recorder:
         while not self._closed.wait(LOOK_SECONDS):
             self._look_once()
         self._look_once()
+        self._has_ended.set()
         with contextlib.suppress(queue.Full):
-            self._unwritten.put(None, timeout=END_SECONDS)
+            self._unwritten.put_nowait(None)
 
     def _look_once(self) -> None:
         try:
             look = self.look()
         except Exception as error:  # a bug of ours here is no reason to fail a job
-            if "record" not in self._files.said:
-                self._files.said.add("record")
+            if not self._is_broken:
+                self._is_broken = True
                 self._job.log_line(f"the job is not recorded: {type(error).__name__}: {error}; it goes on")
             return
         for watcher in list(self._watchers):
@@ -129,6 +132,7 @@ class Recorder:
             )
         figures = self._observer.look(totals)
         self._history.append(figures)
+        self._job.long_wait = figures.why
         merged = _fewer(readings)
         for reading in merged:
             self._judge_later(reading)
@@ -182,8 +186,11 @@ class Recorder:
     # -- writing ------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (look := self._unwritten.get()) is not None:
-            self._files.write(look)
+        while not (self._has_ended.is_set() and self._unwritten.empty()):
+            with contextlib.suppress(queue.Empty):
+                look = self._unwritten.get(timeout=LOOK_SECONDS)
+                if look is not None:
+                    self._files.write(look)
         self._files.close()
 
 
@@ -216,9 +223,8 @@ class RunFiles:
         self._series: SeriesWriter | None = None
         self._metrics: LinesWriter | None = None
         self._events: LinesWriter | None = None
-        self._not_before = self._figures_at = -math.inf
+        self._not_before = self._silent_until = self._figures_at = -math.inf
         self._last: JobLook | None = None
-        self.said: set[str] = set()
 
     def write(self, look: JobLook) -> None:
         """Writes a look. Trouble is said once, and tried again later."""
@@ -231,8 +237,8 @@ class RunFiles:
         except StoreError as error:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             self._drop()
-            if str(error) not in self.said:
-                self.said.add(str(error))
+            if time.monotonic() >= self._silent_until:
+                self._silent_until = time.monotonic() + SILENT_SECONDS
                 self._job.log_line(f"{error}; the job goes on, and is not recorded meanwhile")
 
     def _open(self) -> None:

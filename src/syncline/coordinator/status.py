@@ -159,8 +159,17 @@ class StatusService:
                 num_revoked=state.num_revoked,
                 best=state.validations.best.told if state.validations.best is not None else "",
                 pushed_told=self.pushed_text(),
+                lag=self._lag(),
+                long_wait=self._job.long_wait,
+                verdicts=list(self._job.verdicts),
             )
         request.reply(standings)
+
+    def _lag(self) -> int:
+        """Under the lock: how far the slowest worker in the rounds is behind the fastest."""
+        entered = self._job.membership.state.entered
+        steps = [known.step for name, (known, _) in self._job.heartbeats.items() if name in entered]
+        return max(steps, default=0) - min(steps, default=0)
 
     def pushed(self) -> PushBytes:
         """Under the lock: the bytes that all workers have pushed."""

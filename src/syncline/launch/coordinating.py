@@ -33,7 +33,7 @@ JOURNAL = "journal.db"
 class PagePlan(NamedTuple):
     """The web page of a job."""
 
-    descriptor: int  # of the socket that listens
+    sock: socket.socket  # listens already
     code: str  # opens the page once
 
 
@@ -70,7 +70,7 @@ def run_coordinator(
     _wait_for_the_save(file)
     recorder = Recorder(coordinator.job, coordinator.status, file.folder)
     recorder.start()
-    page_server = _begin_page(file, page, coordinator, recorder, resumes=resumes)
+    page_server = _begin_page(file, page, coordinator, recorder)
     coordinator.start_deadline()
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
@@ -84,16 +84,15 @@ def run_coordinator(
 
 
 def _begin_page(
-    file: JobFile, page: PagePlan | None, coordinator: Coordinator, recorder: Recorder, *, resumes: bool
+    file: JobFile, page: PagePlan | None, coordinator: Coordinator, recorder: Recorder
 ) -> PageServer | None:
-    """The page's thread. A code works once: the coordinator that comes back does not take the first one again."""
+    """Starts the page's thread."""
     if page is None:
         return None
-    sock = socket.socket(fileno=page.descriptor)
     access = Access(file.job, file.token_bytes)
-    if page.code and not resumes:
+    if page.code:
         access.add_code(page.code, time.time())
-    server = PageServer(sock, access, file.folder.parent, file.folder.name, recorder)
+    server = PageServer(page.sock, access, file.folder.parent, file.folder.name, recorder)
     coordinator.job.page_link = server.new_link
     _write_token(file, access)
     server.start()

@@ -148,7 +148,9 @@ def run_job(
         engine = engine_of(config, fork_server)
         if start is not None:
             engine = Attended(engine, start)
-        page = stack.enter_context(page_socket(config))
+        page = page_socket(config)
+        if page is not None:
+            stack.enter_context(page)
         code = serving.new_code() if page is not None else ""
         plans = Plans(file, config, script, sock.fileno(), engine, page.fileno() if page is not None else None, code)
         if fork_server is not None:
@@ -159,7 +161,7 @@ def run_job(
         for told in opening(config, script, folder, engine):
             screen.line("launcher", f"syncline: {told}")
         if page is not None:
-            screen.line("launcher", f"syncline: the page: {serving.link(serving.address_of(page), code)}")
+            screen.line("launcher", f"syncline: the page: {serving.link_of(page, code)}")
         launcher = Launcher(
             first,
             screen,
@@ -213,13 +215,13 @@ def listen(config: JobConfig) -> socket.socket:
     return sock
 
 
-def page_socket(config: JobConfig) -> contextlib.AbstractContextManager[socket.socket | None]:
+def page_socket(config: JobConfig) -> socket.socket | None:
     """The socket of the web page; it stays when the coordinator starts again. None: there is no page."""
     is_there = all(
         importlib.util.find_spec(name) is not None for name in ("starlette", "uvicorn", "prometheus_client")
     )
     if config.page == "off" or (config.page == "auto" and not is_there):
-        return contextlib.nullcontext()
+        return None
     if not is_there:
         raise ConfigError(f"--page {config.page}: the page needs the extra: pip install 'syncline[page]'")
     return serving.listen(config.page)

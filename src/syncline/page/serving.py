@@ -53,7 +53,7 @@ class PageServer:
 
     def new_link(self) -> str:
         """A link that opens the page once."""
-        return link(self.address, self.access.new_code(time.time()))
+        return link_of(self._sock, self.access.new_code(time.time()))
 
     def start(self) -> None:
         self._thread.start()
@@ -155,5 +155,5 @@ def new_code() -> str:
     return secrets.token_urlsafe(18)
 
 
-def link(address: str, code: str) -> str:
-    return f"{address}/open?code={code}"
+def link_of(sock: socket.socket, code: str) -> str:
+    return f"{address_of(sock)}/open?code={code}"

@@ -295,6 +295,9 @@ class Standings(Message, frozen=True):
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     best: str = ""  # the best checkpoint so far, and its reading
     pushed_told: str = ""  # bytes per step, if encoded or sent over the network
+    lag: int = 0  # commits that the slowest worker is behind the fastest
+    long_wait: str = ""  # who waits for whom, if that is long
+    verdicts: list[JobVerdict] = []
 
 
 class Died(Message, frozen=True):
