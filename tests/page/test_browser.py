@@ -110,6 +110,7 @@ def browser() -> Iterator[Any]:
 def opened(browser: Any, link: str, **settings: Any) -> tuple[Any, list[str]]:
     """A page in a fresh profile, and what its console says against it."""
     page = browser.new_context(**settings).new_page()
+    page.set_default_timeout(1e3 * PATIENCE)
     errors: list[str] = []
     page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -198,6 +199,7 @@ def test_another_site_cannot_read_it(job: RunningJob, browser: Any, tmp_path: pa
         threading.Thread(target=evil.serve_forever, daemon=True).start()
         context = browser.new_context()
         page = context.new_page()
+        page.set_default_timeout(1e3 * PATIENCE)
         page.goto(job.link)
         page.wait_for_selector("body[data-ready]", timeout=1e3 * PATIENCE)
         other = context.new_page()

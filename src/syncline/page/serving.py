@@ -1,6 +1,7 @@
 """Runs the page: in a thread beside a coordinator, or in the foreground for runs that have ended.
 
-Nothing of the web is imported before the first browser comes, so that a job that nobody looks at pays nothing.
+Nothing of the web is imported before the first browser comes, or the job has run for a while: a short job that nobody
+looks at pays nothing, and in a long one the first browser does not wait for imports.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: How often the thread looks whether it is to end, before the first browser.
 _LOOK_SECONDS = 0.5
+#: Without a browser the packages are imported after this time.
+WARM_SECONDS = 20.0
 #: For requests that are under way, at the end.
 _END_SECONDS = 1.0
 #: Connections at a time; more are answered 503.
@@ -67,7 +70,11 @@ class PageServer:
         self._sock.close()
 
     def _run(self) -> None:
+        began = time.monotonic()
         while not self._closed.is_set():
+            if time.monotonic() - began > WARM_SECONDS:
+                self.serve()
+                return
             with contextlib.suppress(OSError, ValueError):
                 if select.select([self._sock], [], [], _LOOK_SECONDS)[0]:
                     self.serve()

@@ -23,7 +23,7 @@ function places(members, width) {
   const found = new Map();
   const row = (list, top, gap) => {
     const columns = Math.max(1, Math.min(list.length, Math.floor((width - 20) / gap)));
-    const rows = Math.ceil(list.length / columns);
+    const rows = Math.max(1, Math.ceil(list.length / columns));
     list.forEach((one, index) => {
       const line = Math.floor(index / columns), inLine = line === rows - 1 ? list.length - line * columns : columns;
       found.set(one.name, { x: ((index % columns) + 0.5) * (width / inLine), y: top + line * gap * 0.62, member: one });
