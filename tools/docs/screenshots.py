@@ -41,7 +41,6 @@ SECONDS = 600.0
 #: Name of a picture -> size and colours.
 PICTURES = {
     "page-light": ((1280, 1150), "light"),
-    "page-dark": ((1280, 1150), "dark"),
     "page-phone-dark": ((390, 844), "dark"),
 }
 
