@@ -78,6 +78,8 @@ def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]
     """What `run` was told, by the names of its parameters: the settings that are given, all settings, the script."""
     launch = settings_of(said)
     target = chosen_script(launch.pop("script", None), launch.pop("module", None), launch.pop("arguments", []))
+    for shown in ("quiet", "log_format"):  # of the screen, not of the job
+        launch.pop(shown, None)
     workers = launch.pop("workers", None)
     launch.update(parse_workers(workers) if workers is not None else _default_workers(launch))
     check_script(target)
