@@ -16,7 +16,7 @@ JOBS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test check proof soak test-frameworks test-engines bench bench-check lint docs clean
+.PHONY: help setup data train test check proof soak test-frameworks test-engines test-page screenshots bench bench-check lint docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,12 @@ test-frameworks: data ## Keras, TensorFlow, JAX and mixed jobs, each in an envir
 
 test-engines: setup ## jobs started by Open MPI, MPICH and torchrun; as root on Debian it installs what is missing
 	@sh tools/test_engines.sh $(ARGS)
+
+test-page: setup ## the web page in a real browser, and a real Prometheus; as root on Debian it installs what is missing
+	@sh tools/test_page.sh $(ARGS)
+
+screenshots: setup ## the pictures of the page in docs/images, from a real job in a real browser
+	@sh tools/test_page.sh --screenshots
 
 bench: setup ## speed and memory, beside floors and other frameworks in the same run
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -34,6 +34,7 @@ LAUNCH_ONLY = frozenset(
         "preload",
         "name",
         "bind",
+        "page",
         "profile",
         "runs",
         "server_device",
@@ -126,6 +127,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     server_device: str = "cpu"  #: where servers hold slices and run rules: cpu, cuda, cuda:0, …
     name: str = ""  #: name of the job and of its folder under runs/
     bind: str = ""  #: address[:port] on which the coordinator listens
+    page: str = "auto"  #: the web page: auto (loopback, where its extra is installed), off, [ADDRESS:]PORT
     hosts: str = ""  #: a:4,b:4 — workers per host
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
     cores: str = ""  #: auto: every member of a host gets cores of its own, and as many threads

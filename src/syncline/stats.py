@@ -44,6 +44,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     wait: float = 0.0  #: for the servers to answer; they apply in it
     pull: float = 0.0  #: new parameters into their place
     apply: float = 0.0  #: the servers' rules, by their own clocks: within `wait`, or beside it with a window
+    data: float = 0.0  #: of `compute`: the script waited for its loader to read a batch
     steps_per_push: int = 1  #: local steps that it makes for a push now: H of --sync-every
 
     @property
@@ -151,6 +152,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float = 1.0  #: on every learning rate, by --on-plateau
     exchange: str = "servers"
     step: int = 0  #: the job's, as `job.step` is
+    verdicts: list[JobVerdict] = []  #: what is slow or wrong, the worst first
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,10 +172,113 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     staleness_sum: float = 0.0
     staleness_count: int = 0  #: contributions measured, per slice
     staleness_max: int = 0
+    staleness_counts: tuple[int, ...] = ()  #: contributions with a staleness of 0, 1, 2-3, 4-7, 8-15, … updates
+    busiest: tuple[tuple[int, float], ...] = ()  #: the slices that took longest to apply: id, seconds
     damping_sum: float = 0.0  #: what the contributions measured counted: 1 each, less where the policy damps them
     lag_max: int = 0  #: largest clock distance to the slowest worker at which a reply went out
     num_pins: int = 0
     wire: WireStats = WireStats()
+
+
+class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process has used of its machine."""
+
+    cpu_seconds: float = 0.0  #: of all its threads, and of processes of its own that have ended
+    memory_bytes: int = 0  #: resident now
+    gpu_bytes: int = 0  #: held on GPUs now, as far as known
+
+
+class MemberStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member tells the coordinator about itself once a second: totals since it started."""
+
+    process: ProcessStats = ProcessStats()
+    wire: WireStats = WireStats()
+    peers: dict[str, tuple[int, int]] = {}  #: the members it speaks to most -> bytes sent, received over sockets
+    server: ServerStats | None = None  #: of a server
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a job, for people."""
+
+    number: int  #: rises by one
+    at: float  #: wall clock
+    step: int  #: of the job
+    kind: str  #: join, death, promotion, checkpoint, stop, scale, coordinator, verdict, note
+    text: str
+
+
+class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a job, or slow, and why we think so."""
+
+    kind: str  #: straggler, hot-server, data-starvation, communication, hang, diverging, flat
+    subject: str  #: the member or metric that it is about; "": the job
+    text: str  #: one sentence with the figures
+    advice: str = ""  #: what to do about it
+    since: float = 0.0  #: wall clock
+
+
+class MemberFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One member over the last second or so. Durations are seconds of one step, in the mean."""
+
+    name: str
+    role: str
+    host: str = ""
+    state: str = ""
+    incarnation: int = 0
+    step: int = 0
+    lag: int = 0
+    num_steps: int = 0  #: made in this time
+    compute: float = 0.0
+    data: float = 0.0  #: of `compute`: waited for the loader
+    stage: float = 0.0
+    wait: float = 0.0
+    pull: float = 0.0
+    samples_per_second: float = 0.0
+    share: float = 0.0
+    apply: float = 0.0  #: of a server: seconds of one round in its rules
+    num_rounds: int = 0  #: of a server: applied in this time
+    cores: float = 0.0  #: kept busy
+    memory_bytes: int = 0
+    gpu_bytes: int = 0
+    sent_per_second: float = 0.0  #: bytes; over sockets, and pushed through shared memory
+    received_per_second: float = 0.0
+    peers: dict[str, float] = {}  #: members -> bytes per second sent to them
+    parameter_bytes: int = 0
+    busiest: tuple[tuple[int, float], ...] = ()  #: of a server: slices by the share of the time in their rules
+    heard_seconds: float = 0.0
+    rtt_seconds: float = 0.0
+    pid: int = 0
+
+
+class JobFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job over the last second or so: what the page, `top` and the verdicts are made from."""
+
+    at: float  #: wall clock
+    step: int = 0
+    seconds: float = 0.0  #: of the job
+    steps_per_second: float = 0.0
+    samples_per_second: float = 0.0
+    members: tuple[MemberFigures, ...] = ()
+    gone: tuple[str, ...] = ()  #: members that died and are waited for
+    waits: tuple[Wait, ...] = ()
+    why: str = ""  #: in one sentence; "" where no member waits
+    staleness_counts: tuple[int, ...] = ()  #: since the job began
+    epochs: tuple[EpochProgress, ...] = ()
+    readings: dict[str, float] = {}
+    verdict: str = ""  #: how the job ended
+    stop: str = ""  #: which rule has ended training, on what value
+    generation: int = 0
+    term: int = 0
+
+
+class JobLook(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a job, once a second."""
+
+    number: int  #: rises by one within the life of a coordinator
+    figures: JobFigures
+    verdicts: tuple[JobVerdict, ...] = ()
+    events: tuple[Event, ...] = ()  #: since the look before
+    readings: tuple[tuple[str, int, float, float | None], ...] = ()  #: likewise: metric, step, wall clock, value
 
 
 class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):

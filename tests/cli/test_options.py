@@ -14,7 +14,7 @@ from syncline.cli import roles, run
 from syncline.cli.main import main
 
 #: For whoever starts the other processes.
-OF_THE_LAUNCHER = {"script", "arguments", "module", "max_restarts", "hosts", "remote", "env"}
+OF_THE_LAUNCHER = {"quiet", "log_format", "script", "arguments", "module", "max_restarts", "hosts", "remote", "env"}
 
 
 def test_the_coordinator_takes_what_run_takes() -> None:

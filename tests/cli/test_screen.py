@@ -4,6 +4,7 @@ forgets when it began and who reported."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import pty
@@ -17,7 +18,7 @@ import pytest
 
 from syncline.cli.screen import MOST_PLAIN_SECONDS, TerminalScreen
 from syncline.core.wire.control import Report, Standings
-from syncline.stats import EpochProgress
+from syncline.stats import EpochProgress, JobVerdict
 
 
 class Clock:
@@ -272,3 +273,57 @@ def test_of_job_steps_the_line_says_steps() -> None:
     assert line_after(10.0, {"worker-0": 300, "worker-1": 100}, [epoch]) == (
         "async, 2 workers · 10 s · step 7 · 40 % of 1,000 steps"
     )
+
+
+STRAGGLER = JobVerdict(kind="straggler", subject="worker-1", text="worker-1 is slow", advice="see its host")
+
+
+def test_a_verdict_is_told_once_and_stands_below_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    slow = msgspec.structs.replace(
+        standings(3.0, {"worker-0": 1}), verdicts=[STRAGGLER], long_wait="step 3 has waited 2 s for worker-1", lag=40
+    )
+    with terminal.open() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with TerminalScreen("sync", Clock()) as screen:
+            for _ in range(3):
+                screen.progress(slow)
+            block = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(screen.describe(slow)))
+    written = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.close())
+    assert written.count("syncline: worker-1 is slow: see its host") == 1
+    assert "waits: step 3 has waited 2 s for worker-1" in written and "lag 40" in block
+
+
+def test_quiet_leaves_out_progress_and_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Deaths, verdicts and the end are told."""
+    with TerminalScreen("sync", clock := Clock(), quiet=True) as screen:
+        screen.line("launcher", "syncline: logs are in runs/x/")
+        for seconds in (1.0, 100.0):
+            clock.now += seconds
+            screen.progress(standings(seconds, {"worker-0": 1}))
+        screen.progress(msgspec.structs.replace(standings(101.0, {"worker-0": 1}), verdicts=[STRAGGLER]))
+        screen.line("launcher", "syncline: worker-1 was killed by SIGKILL")
+        screen.line("worker-1", "hello")
+        screen.verdict("the job has finished")
+    assert capsys.readouterr().out.splitlines() == [
+        "syncline: worker-1 is slow: see its host",
+        "syncline: worker-1 was killed by SIGKILL",
+        "worker-1 | hello",
+        "syncline: the job has finished",
+    ]
+
+
+def test_every_line_of_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with TerminalScreen("sync", clock := Clock(), as_json=True) as screen:
+        screen.line("launcher", "syncline: logs are in runs/x/")
+        screen.line("worker-0", 'odd "quotes" \x1b[1m and ü')
+        clock.now += 100.0
+        screen.progress(standings(100.0, {"worker-0": 1}))
+        screen.verdict("the job has finished\n  steps  7")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(one.pop("at") > 1e9 for one in told)
+    assert told[0] == {"member": "launcher", "text": "syncline: logs are in runs/x/"}
+    assert told[1] == {"member": "worker-0", "text": 'odd "quotes" \x1b[1m and ü'}
+    assert told[2]["progress"]["step"] == 7 and told[2]["progress"]["workers"] == 1
+    assert told[3] == {"verdict": "the job has finished\n  steps  7"}

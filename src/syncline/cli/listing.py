@@ -17,6 +17,7 @@ from syncline.launch import jobfile
 from syncline.launch.folder import JOB_FILE, JOURNAL, holder_of, job_folders
 from syncline.launch.jobfile import JobFile
 from syncline.launch.watching import ask
+from syncline.stats import JobVerdict
 from syncline.store import journal
 
 #: Timeout for a running job's answer.
@@ -81,8 +82,13 @@ def _running(folder: pathlib.Path, file: JobFile | ConfigError) -> ListedJob:
         since=time.time() - status.seconds,
         policy="ring" if status.exchange == "ring" else status.policy,
         step=status.step,
-        told=status.verdict or told,
+        told=status.verdict or "; ".join([told, *(verdict_told(verdict) for verdict in status.verdicts[:2])]),
     )
+
+
+def verdict_told(verdict: JobVerdict) -> str:
+    """A verdict in two words: straggler: worker-1."""
+    return f"{verdict.kind}: {verdict.subject}" if verdict.subject else verdict.kind
 
 
 def _ended(folder: pathlib.Path) -> ListedJob:

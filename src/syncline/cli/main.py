@@ -28,6 +28,8 @@ COMMANDS = {
     "worker": Command("Starts one worker of a job by hand.", "roles", runs_script=True),
     "worker-env": Command("Runs a command as one rank of mpirun, torchrun or srun.", "worker_env", runs_script=True),
     "status": Command("Shows how a running job stands; without JOB, lists the jobs.", "status"),
+    "ls": Command("Lists the jobs of this machine, those that run first.", "status"),
+    "page": Command("Prints a link to a job's web page; without JOB, serves the runs that have ended.", "page"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
     "scale": Command("Gives a running job more or fewer workers or servers.", "status"),
     "pace": Command("Slows, holds or releases a worker of a running job.", "pace"),

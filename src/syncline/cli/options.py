@@ -138,6 +138,13 @@ def _options(
     bind: Annotated[
         str | None, typer.Option(metavar="ADDRESS[:PORT]", help="Where the coordinator listens. [default: loopback]")
     ] = None,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|[ADDRESS:]PORT",
+            help="Where the web page is, or off. [default: a free port of loopback, with the extra `page`]",
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(

@@ -22,8 +22,17 @@ from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
 from syncline.launch.processes import MemberPlan
-from syncline.launch.running import Script, check_script, listen, server_hosts, settle_here, settle_name
+from syncline.launch.running import (
+    Script,
+    check_script,
+    listen,
+    page_socket,
+    server_hosts,
+    settle_here,
+    settle_name,
+)
 from syncline.net import tcp
+from syncline.page import serving
 
 JobOption = Annotated[
     pathlib.Path, typer.Option("--job", metavar="FILE", help="The job file: address and token, mode 0600.")
@@ -87,12 +96,16 @@ def _resume(job: pathlib.Path) -> int:
 
 
 def coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:
-    from syncline.launch.coordinating import run_coordinator
+    from syncline.launch.coordinating import PagePlan, run_coordinator
 
     what = "takes the job up again and listens" if resumes else "listens"
     sys.stderr.write(f"syncline: coordinator: {what} on {file.host}:{file.port}; the job file is {job}\n")
+    page, page_plan = page_socket(configuration.resolve(file.given)), None
+    if page is not None:
+        page_plan = PagePlan(page, serving.new_code())
+        sys.stderr.write(f"syncline: coordinator: the page: {serving.link_of(page, page_plan.code)}\n")
     try:
-        code = run_coordinator(file, None, sock, resumes=resumes)
+        code = run_coordinator(file, None, sock, resumes=resumes, page=page_plan)
     except KeyboardInterrupt:
         code = 130
     job.unlink(missing_ok=True)  # the job has ended; otherwise it can be resumed with this file

@@ -48,6 +48,12 @@ def run(
     env: Annotated[
         str | None, typer.Option(help="torchrun: also set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.")
     ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Only what the scripts print, deaths, verdicts and the table at the end.")
+    ] = False,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", metavar="text|json", help="How lines are written. [default: text]")
+    ] = None,
     **said: Any,
 ) -> None:
     """Runs a whole job.
@@ -61,7 +67,9 @@ def run(
     """
     own = {"workers": workers, "max_restarts": max_restarts, "hosts": hosts, "remote": remote, "env": env}
     given, config, target = prepare({"script": script, "arguments": arguments, "module": module, **own, **said})
-    with TerminalScreen(config.policy) as screen:
+    if log_format not in (None, "text", "json"):
+        raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
+    with TerminalScreen(config.policy, quiet=quiet, as_json=log_format == "json") as screen:
         code = run_job(given, config, target, screen)
     raise typer.Exit(code)
 
@@ -70,6 +78,8 @@ def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]
     """What `run` was told, by the names of its parameters: the settings that are given, all settings, the script."""
     launch = settings_of(said)
     target = chosen_script(launch.pop("script", None), launch.pop("module", None), launch.pop("arguments", []))
+    for shown in ("quiet", "log_format"):  # of the screen, not of the job
+        launch.pop(shown, None)
     workers = launch.pop("workers", None)
     launch.update(parse_workers(workers) if workers is not None else _default_workers(launch))
     check_script(target)

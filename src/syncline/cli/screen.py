@@ -8,9 +8,10 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rich.console import Console
+import msgspec
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -28,15 +29,30 @@ QUIET_SECONDS = 2.0
 MOST_PLAIN_SECONDS = 60.0
 #: Up to this many workers each one's share is shown, beyond it only the least and the largest.
 MOST_SHARES = 4
+#: Verdicts below the line.
+MOST_VERDICTS = 2
+#: A smaller lag is usual, in every policy.
+LEAST_LAG = 5
 #: Metrics shown in the line.
 MOST_READINGS = 3
 
 
 class TerminalScreen:
-    """Shows the chief's lines unchanged, the others' with their names, and progress below."""
+    """Shows the chief's lines unchanged, the others' with their names, and progress below.
 
-    def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._policy, self._clock = policy, clock
+    `quiet`: without the launcher's first lines, and without progress. `as_json`: every line is one of JSON.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
+        as_json: bool = False,
+    ) -> None:
+        self._policy, self._clock, self._quiet, self._as_json = policy, clock, quiet, as_json
+        self._told: set[tuple[str, str]] = set()  # verdicts, by kind and subject
         self._began: float | None = None  # when the job was formed: a restarted coordinator counts from its own start
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         # Lines go to standard output: Live would print them on standard error.
@@ -47,7 +63,7 @@ class TerminalScreen:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._is_live = self._console.is_terminal and not _is_pipe()
+        self._is_live = self._console.is_terminal and not _is_pipe() and not quiet and not as_json
         self._lock = threading.Lock()
         # since when samples are counted; each worker's count then
         self._last: tuple[float, dict[str, int]] = (0.0, {})
@@ -65,7 +81,12 @@ class TerminalScreen:
             self._live.stop()
 
     def line(self, member: str, text: str) -> None:
-        self._write(text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}")
+        if self._as_json:
+            self._write(_json(member=member, text=text))
+        elif self._quiet and member == "launcher" and self._began is None:
+            return  # what the job is, and where its logs are
+        else:
+            self._write(text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}")
 
     def _write(self, shown: str) -> None:
         with self._lock:
@@ -79,17 +100,52 @@ class TerminalScreen:
     def progress(self, standings: Standings) -> None:
         before = self._step
         text = "" if _is_ending(standings) else self.describe(standings)
+        for found in self._new_verdicts(standings):
+            self.line("coordinator", found if self._as_json else f"syncline: {found}")
+        if self._quiet:
+            return
+        if self._as_json:
+            text = text and _json(progress=self._figures(standings), text=text)
         with self._lock:
             if self._is_live:
-                self._show_live(text)
+                self._show_live(text, self._below(standings) if text else [])
             elif text and self._is_due(has_advanced=self._step > before or not standings.formed):
                 self._plain_at = self._clock()
                 sys.stdout.write(text + "\n")
                 sys.stdout.flush()
 
-    def _show_live(self, text: str) -> None:
-        """One line as wide as the terminal: a wrapped rest would stay between members' lines."""
-        self._live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+    def _show_live(self, text: str, below: Sequence[str] = ()) -> None:
+        """Lines as wide as the terminal: a wrapped rest would stay between members' lines."""
+        lines = [Text(text, style="dim", no_wrap=True, overflow="ellipsis")]
+        lines += [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in below]
+        self._live.update(Group(*lines), refresh=True)
+
+    def _below(self, standings: Standings) -> list[str]:
+        """What is worth a line of its own: a long wait, and what makes the job slow."""
+        told = [f"waits: {standings.long_wait}"] if standings.long_wait else []
+        return told + [verdict.text for verdict in standings.verdicts[:MOST_VERDICTS]]
+
+    def _new_verdicts(self, standings: Standings) -> list[str]:
+        """Verdicts that were not told yet, each with its advice."""
+        found = []
+        for verdict in standings.verdicts:
+            key = (verdict.kind, verdict.subject)
+            if key not in self._told:
+                self._told.add(key)
+                found.append(f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text)
+        return found
+
+    def _figures(self, standings: Standings) -> dict[str, object]:
+        """For machines: the numbers of the progress line."""
+        return {
+            "step": self._step,
+            "seconds": round(self._clock() - self._began, 3) if self._began is not None else 0.0,
+            "samples_per_second": self._rate,
+            "workers": _num_workers(standings),
+            "lag": standings.lag,
+            "metrics": standings.readings,
+            "long_wait": standings.long_wait,
+        }
 
     def _is_due(self, *, has_advanced: bool) -> bool:
         """Whether to write a plain line now. After training, members write their results."""
@@ -114,6 +170,8 @@ class TerminalScreen:
             f"{now - self._began:.0f} s",
             f"step {self._step:,}",
         ]
+        if standings.lag >= LEAST_LAG:
+            parts.append(f"lag {standings.lag:,}")
         newest = max(standings.epochs, key=lambda epoch: (epoch.epoch, epoch.num_samples), default=None)
         if newest is not None:
             left = newest.num_left / self._rate if self._rate and not newest.is_steps else 0.0
@@ -137,6 +195,9 @@ class TerminalScreen:
             self._rate, self._last = gained / (now - since) if any(samples.values()) else None, (now, samples)
 
     def verdict(self, text: str) -> None:
+        if self._as_json:
+            self._write(_json(verdict=text))
+            return
         if self._is_live:
             with self._lock:
                 self._show_live("")
@@ -145,6 +206,11 @@ class TerminalScreen:
         except (OSError, ValueError):  # standard output is closed, or cannot encode a character
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._console.print(Text(f"syncline: {text}"))
+
+
+def _json(**told: object) -> str:
+    """One line: when, and what."""
+    return msgspec.json.encode({"at": round(time.time(), 3), **told}).decode()
 
 
 def _is_pipe() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from syncline.core.metrics import told
 from syncline.core.units import counted
-from syncline.stats import EpochProgress, JobStatus, MemberStatus, Wait
+from syncline.stats import EpochProgress, JobStatus, JobVerdict, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
@@ -55,11 +55,18 @@ def show_status(status: JobStatus) -> str:
     lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
     if status.waits and status.why:
         lines.append(f"  {status.why}")
+    if status.verdicts:
+        lines += ["", *verdict_lines(status.verdicts)]
     if status.events:
         lines += ["lately:", *(f"  {event}" for event in status.events[-MOST_EVENTS:])]
     if status.verdict:
         lines.append(f"the job is over: {status.verdict}")
     return "\n".join(part for line in lines for part in _wrap(line))
+
+
+def verdict_lines(verdicts: Sequence[JobVerdict]) -> list[str]:
+    """Each verdict with its advice."""
+    return [f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text for verdict in verdicts]
 
 
 def _wrap(line: str) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 
 from syncline import config as configuration
 from syncline.cli.listing import list_jobs
-from syncline.cli.standing import show_status
+from syncline.cli.standing import show_status, verdict_lines
 from syncline.core.units import counted
 from syncline.core.wire.control import AskStatus, AskWhy, GivenStatus, GivenWhy, Scale
 from syncline.core.wire.message import Done
@@ -59,12 +59,28 @@ def status(
     sys.stdout.write(text + "\n")
 
 
+def ls(
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, for machines.")] = False,
+    runs: RunsOption = None,
+) -> None:
+    """Lists the jobs of this machine, those that run first.
+
+    Each with its state, when it began or ended, its policy, its step and how it ended, or what is wrong with it now.
+
+    Example:  syncline ls
+    """
+    sys.stdout.write(list_jobs(runs_folder(runs), as_json=as_json) + "\n")
+
+
 def why(job: JobArgument, runs: RunsOption = None) -> None:
     """Says in one sentence who waits for whom.
 
+    Below it: what else makes the job slow, or is wrong with it, with the figures that say so and what to do.
+
     Example:  syncline why train-20250101-120000
     """
-    sys.stdout.write(ask(find(job, runs), AskWhy(), GivenWhy).reason + "\n")
+    given = ask(find(job, runs), AskWhy(), GivenWhy)
+    sys.stdout.write("\n".join([given.reason, *verdict_lines(given.verdicts)]) + "\n")
 
 
 def scale(

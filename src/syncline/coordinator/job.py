@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 
@@ -26,11 +26,31 @@ from syncline.core.wire.control import CommittedSteps, Heartbeat, Report, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, StoreError
 from syncline.net.rpc import Call, Endpoint, Request
+from syncline.stats import JobVerdict, MemberStats
 
 #: How many of the latest events `status` shows.
 MOST_EVENTS = 50
+#: Events and readings that are kept until they are recorded; beyond this, the oldest are dropped.
+MOST_FRESH = 10_000
 #: How often a wait for servers checks whether something more urgent has come up.
 _POLL_SECONDS = 0.01
+
+
+class FreshEvent(NamedTuple):
+    """Something that happened, and was not recorded yet."""
+
+    at: float  # wall clock
+    kind: str
+    text: str
+
+
+class FreshReading(NamedTuple):
+    """A reading that was not recorded yet."""
+
+    at: float  # wall clock
+    name: str
+    step: int
+    value: float
 
 
 class JobJournal(Protocol):
@@ -122,9 +142,15 @@ class JobContext:
         self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}  # the last one of each member, and when it came
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
+        self.page_link: Callable[[], str] | None = None  # makes a link that opens the page once
+        self.long_wait = ""  # of the recorder: who waits for whom, where it is long
+        self.verdicts: tuple[JobVerdict, ...] = ()  # of the recorder
+        self.member_stats: dict[str, MemberStats] = {}  # what each member told last
         self.rates: dict[str, dict[str, float]] = {}  # the learning rates that each worker reported last
         self.committed: dict[str, CommittedSteps] = {}  # with --sync-every: as each worker reported last
         self.events: collections.deque[str] = collections.deque(maxlen=MOST_EVENTS)
+        self.fresh_events: collections.deque[FreshEvent] = collections.deque(maxlen=MOST_FRESH)
+        self.fresh_readings: collections.deque[FreshReading] = collections.deque(maxlen=MOST_FRESH)
         self.retiring: set[str] = set()
         self.evicted: dict[str, str] = {}  # names, with the reason
         self.began = time.monotonic()
@@ -186,14 +212,27 @@ class JobContext:
 
     # -- events and the end -------------------------------------------------------------------------------
 
-    def event(self, text: str) -> None:
-        """Something that people want to know: it goes to the screen, into the log and into `status`."""
+    def event(self, text: str, kind: str = "note") -> None:
+        """Something that people want to know: it goes to the screen, into the log and into `status`.
+
+        `kind`: as in `stats.Event`.
+        """
         self.events.append(text)
+        self.mark(text, kind)
         self.log_line(text)
+
+    def mark(self, text: str, kind: str) -> None:
+        """Something for the timeline of the page and for events.jsonl only."""
+        self.fresh_events.append(FreshEvent(time.time(), kind, text))
+
+    def note_reading(self, name: str, step: int, value: float) -> None:
+        """A reading of the job, for the page and metrics.jsonl."""
+        self.fresh_readings.append(FreshReading(time.time(), name, step, value))
 
     def final_event(self, text: str) -> None:
         """A result of the job, for `status`. It is logged only without a launcher, which prints it in its table."""
         self.events.append(text)
+        self.mark(text, "end")
         if not self.launchers:
             self.log_line(text)
 

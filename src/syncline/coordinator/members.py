@@ -92,12 +92,14 @@ class MemberService:
             member = self._job.membership.state.members.get(name)
             if member is not None and member.incarnation == request.peer.incarnation:
                 self._job.membership.leave(name, message.retired)
+                self._job.mark(f"{name} has {'left' if message.retired else 'finished'}", "leave")
                 self._reconfigurer.member_has_left(name)
                 self._pace.member_left(name)
                 self._job.liveness.forget(name)
                 self._job.retiring.discard(name)
                 self._job.endpoints.pop(name, None)
                 self._job.heartbeats.pop(name, None)
+                self._job.member_stats.pop(name, None)
                 self._job.advanced.pop(name, None)
                 for listener in self._listeners:
                     listener.member_is_out(member)
@@ -166,13 +168,14 @@ class MemberService:
             self.pending.forget(name)
             self._roster.forget(name)
             self._job.heartbeats.pop(name, None)
+            self._job.member_stats.pop(name, None)
             self._job.advanced.pop(name, None)
             self._job.reports.pop(name, None)
             self._job.retiring.discard(name)
             endpoint = self._job.endpoints.pop(name, None)
             self._job.registry.servers = membership.servers()
             if membership.formed:
-                self._job.event(f"{name} (incarnation {member.incarnation}) is out: {reason}")
+                self._job.event(f"{name} (incarnation {member.incarnation}) is out: {reason}", "death")
                 self._job.try_keep()  # a member may hear of the new generation: its number is never used again
             self._reconfigurer.member_is_out(member)
             for listener in self._listeners:
@@ -225,7 +228,7 @@ class JoinService:
         now = time.monotonic()
         for name in self._job.membership.state.members:
             self._job.liveness.watch(name, now, full=True)
-        self._job.event(f"the coordinator is back, in generation {self._job.membership.generation}")
+        self._job.event(f"the coordinator is back, in generation {self._job.membership.generation}", "coordinator")
         self._stop_rules.start()
         self._reconfigurer.start(resume=True)
 
@@ -262,7 +265,7 @@ class JoinService:
             self._job.keep()
             is_late = member.name not in self._job.membership.state.entered
             answer = self._joined(member.incarnation, member.since, is_late)
-            self._job.event(f"{member.name} (incarnation {member.incarnation}) has joined")
+            self._job.event(f"{member.name} (incarnation {member.incarnation}) has joined", "join")
             self._reconfigurer.member_is_in(member)
             request.reply(answer)  # before a reconfiguration has anything to tell it
         self._roster.announce()
@@ -335,6 +338,7 @@ class JoinService:
         self._resume.apply_choice()
         membership.form()
         self._job.formed_at = time.monotonic()
+        self._job.mark(f"the job has formed: {', '.join(self._job.membership.state.members)}", "join")
         self._job.registry.servers = membership.servers()
         self._job.registry.use_slices_of(state.config.slice_bytes)
         now = time.monotonic()

@@ -77,6 +77,8 @@ class StopRules:
 
     def add_readings(self, fresh: Mapping[str, Reading], step: int) -> None:
         """Applies the rules to new readings, and to the step of the worker that reported them."""
+        for name, reading in fresh.items():
+            self._job.note_reading(name, reading.step, reading.value)
         newest = {**self._readings, **fresh}
         self._decide(lambda stopping: stopping.take(fresh, newest, step))
         self._is_kept = self._is_kept and not fresh
@@ -102,7 +104,7 @@ class StopRules:
                 return
             self._kept_at, self._is_kept = time.monotonic(), True
             for event in events:
-                self._job.event(event)
+                self._job.event(event, "stop")
             self.announce()
         if self.has_stopped:
             self._leases.answer_requests()  # workers may wait for more samples

@@ -221,7 +221,7 @@ class Reconfigurer:
                 self._job.heartbeats.pop(name, None)
                 self._job.advanced.pop(name, None)
                 self._job.registry.servers = self._job.membership.servers()
-                self._job.event(f"{name} has handed over its slices and leaves")
+                self._job.event(f"{name} has handed over its slices and leaves", "leave")
             if free:
                 self._job.try_keep()  # or with the next `keep`: these servers have no slices
         for request in requests:
@@ -325,5 +325,5 @@ class Reconfigurer:
         faults.reach("seed.done")
         pause = self._reconfigure(plan)
         if not pause and plan.reason:
-            self._job.event(f"replica sets: {plan.reason}")
+            self._job.event(f"replica sets: {plan.reason}", "promotion")
         return pause

@@ -555,13 +555,14 @@ class SaveService:
             saves = self._job.membership.state.saves
             if error is not None:
                 saves.num_failed, saves.failure = saves.num_failed + 1, str(error)
-                self._job.event(f"a save was given up ({request.reason}): {error}; the job continues")
+                self._job.event(f"a save was given up ({request.reason}): {error}; the job continues", "checkpoint")
             elif made is not None:
                 saves.last, saves.num_saved = made, saves.num_saved + 1
                 passed, barrier_ms = time.monotonic() - save.snapshot_at, 1000 * barrier_seconds
                 self._job.event(
                     f"saved {made.name}: {size(made.num_bytes)} in {passed:.1f} s; commits were held "
-                    f"for {barrier_ms:.{0 if barrier_ms >= 10 else 1}f} ms ({request.reason})"
+                    f"for {barrier_ms:.{0 if barrier_ms >= 10 else 1}f} ms ({request.reason})",
+                    "checkpoint",
                 )
             saves.open, saves.open_folder = 0, ""
             self._job.try_keep()

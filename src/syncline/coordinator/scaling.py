@@ -57,7 +57,7 @@ class ScaleService:
         live = [name for name in self._job.membership.named(role) if name not in self._job.retiring]
         surplus = live[count:]
         going = f"; {', '.join(surplus)} {'retires' if len(surplus) == 1 else 'retire'}" if surplus else ""
-        self._job.event(f"the job scales to {counted(count, role)}{going}")
+        self._job.event(f"the job scales to {counted(count, role)}{going}", "scale")
         for name in surplus:
             self._job.retiring.add(name)
             endpoint = self._job.endpoints.get(name)
@@ -86,7 +86,7 @@ class WorkerSizing:
             now, state.wanted["worker"], len(at_work), self._leases.num_samples, self._waiting_share(at_work)
         )
         if found is not None:
-            self._job.event(found.reason)
+            self._job.event(found.reason, "scale")
             self._scaling.scale({"worker": found.count})
 
     def _waiting_share(self, names: list[str]) -> float:
@@ -150,7 +150,7 @@ class PaceService:
                 raise
             if before is not None and before.is_paused and not pace.is_paused:
                 self._job.advanced[name] = time.monotonic()  # it was paused until now
-            self._job.event(f"{name} {_event(pace)}")
+            self._job.event(f"{name} {_event(pace)}", "scale")
             self.announce()
 
     def _check(self, pace: Pace) -> None:

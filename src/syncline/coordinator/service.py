@@ -27,6 +27,7 @@ from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
 from syncline.core.wire.control import (
     AskLife,
     AskNominal,
+    AskPage,
     AskRoster,
     AskStats,
     AskStatus,
@@ -166,6 +167,7 @@ class Coordinator:
             Report: self.status.report,
             AskStats: self.status.ask_stats,
             AskWhy: self.status.ask_why,
+            AskPage: self.status.ask_page,
             AskStatus: self.status.ask_status,
             Watch: self.status.watch,
             Scale: self.scaling.handle_scale,

@@ -16,13 +16,16 @@ from syncline.coordinator.scaling import PaceService
 from syncline.core.leasing.progress import progress, shares
 from syncline.core.liveness import FRESH_SECONDS, Known, causes, why
 from syncline.core.members import by_name
+from syncline.core.observing import JobTotals, MemberTotals
 from syncline.core.ring import protection_of
 from syncline.core.units import pushed_told
 from syncline.core.wire.control import (
+    AskPage,
     AskServerStats,
     AskStats,
     AskStatus,
     AskWhy,
+    GivenPage,
     GivenServerStats,
     GivenStats,
     GivenStatus,
@@ -34,7 +37,19 @@ from syncline.core.wire.control import (
 )
 from syncline.core.wire.message import Done
 from syncline.net.rpc import Call, Request
-from syncline.stats import JobStatus, MemberStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait, apply_seconds
+from syncline.stats import (
+    JobStatus,
+    MemberStats,
+    MemberStatus,
+    PushBytes,
+    SaveCounts,
+    ServerStats,
+    StepTimes,
+    Wait,
+    apply_seconds,
+)
+
+_NO_REPORT, _NO_STATS = Report(0, 0, 0.0, 0, 0, 0), MemberStats()
 
 
 class WaitSource(Protocol):
@@ -71,6 +86,8 @@ class StatusService:
             before = self._job.heartbeats.get(name)
             if before is None or before[0].step != message.step:
                 self._job.advanced[name] = now
+            if message.stats is not None:
+                self._job.member_stats[name] = message.stats
             self._job.heartbeats[name] = (message, now)
             self._leases.note_heartbeat(name, message)
             self._saves.note_progress()
@@ -142,8 +159,17 @@ class StatusService:
                 num_revoked=state.num_revoked,
                 best=state.validations.best.told if state.validations.best is not None else "",
                 pushed_told=self.pushed_text(),
+                lag=self._lag(),
+                long_wait=self._job.long_wait,
+                verdicts=list(self._job.verdicts),
             )
         request.reply(standings)
+
+    def _lag(self) -> int:
+        """Under the lock: how far the slowest worker in the rounds is behind the fastest."""
+        entered = self._job.membership.state.entered
+        steps = [known.step for name, (known, _) in self._job.heartbeats.items() if name in entered]
+        return max(steps, default=0) - min(steps, default=0)
 
     def pushed(self) -> PushBytes:
         """Under the lock: the bytes that all workers have pushed."""
@@ -224,7 +250,13 @@ class StatusService:
                 stuck_seconds=self._job.config.stuck_seconds,
             )
             text = self._pace.add_to(text)
-        request.reply(GivenWhy(text))
+            found = list(self._job.verdicts)
+        request.reply(GivenWhy(text, verdicts=found))
+
+    def ask_page(self, request: Request, message: AskPage) -> None:
+        """Replies with a link that opens the page once."""
+        make = self._job.page_link
+        request.reply(GivenPage(make() if make is not None else ""))
 
     # -- status -------------------------------------------------------------------------------------------
 
@@ -247,9 +279,9 @@ class StatusService:
             ack=config.ack or ("replicated" if config.replicas > 1 else "memory"),
             protection=self._protection(),
             seconds=self._job.seconds(),
-            members=[self._member_status(name) for name in [*membership.servers(), *membership.workers()]],
+            members=self._members(),
             waits=waits,
-            why=self._pace.add_to(why(waits, self.known(), stuck_seconds=config.stuck_seconds)),
+            why=self._why(waits),
             events=list(self._job.events),
             num_revoked=membership.state.num_revoked,
             epochs=progress(membership.state.leases),
@@ -259,7 +291,61 @@ class StatusService:
             stop=membership.state.steering.steer.stop,
             lr_factor=membership.state.steering.factor,
             step=self._job.step(),
+            verdicts=list(self._job.verdicts),
         )
+
+    def _members(self) -> list[MemberStatus]:
+        """All members, servers first."""
+        membership, state = self._job.membership, self._job.membership.state
+        shares = self.worker_shares()
+        steps = (known.step for name, (known, _) in self._job.heartbeats.items() if name in state.entered)
+        furthest = max(steps, default=0)
+        names = [*membership.servers(), *membership.workers()]
+        return [self._member_status(name, shares, furthest) for name in names]
+
+    def _why(self, waits: Sequence[Wait]) -> str:
+        return self._pace.add_to(why(waits, self.known(), stuck_seconds=self._job.config.stuck_seconds))
+
+    def totals(self) -> JobTotals:
+        """Under the lock: all that members have told, for the recorder."""
+        membership, waits = self._job.membership, self.waits()
+        outcome = membership.outcome
+        return JobTotals(
+            at=time.time(),
+            step=self._job.step(),
+            seconds=self._job.seconds(),
+            members=[self._totals_of(status) for status in self._members()],
+            gone=list(membership.awaited),
+            waits=waits,
+            why=self._why(waits) if waits else "",
+            epochs=progress(membership.state.leases),
+            readings=self._metrics.values(),
+            verdict=outcome.reason if outcome else "",
+            stop=membership.state.steering.steer.stop,
+            generation=membership.generation,
+            term=self._job.term,
+        )
+
+    def _totals_of(self, status: MemberStatus) -> MemberTotals:
+        report = self._job.reports.get(status.name, _NO_REPORT)
+        stats = self._job.member_stats.get(status.name, _NO_STATS)
+        return MemberTotals(
+            status=status,
+            stats=stats,
+            times=report.times,
+            samples=report.samples,
+            shared_bytes=report.pushed.shared,
+        )
+
+    def slices(self, most: int = 3) -> dict[int, str]:
+        """Under the lock: what is in each slice, in words."""
+        found = {}
+        for segment in self._job.registry.layout.segments:
+            for part in segment.slices:
+                names = [segment.parameters[piece.parameter].name for piece in segment.pieces(part)[: most + 1]]
+                more = ", …" if len(names) > most else ""
+                found[part.id] = f"slice {part.id} ({', '.join(names[:most])}{more})"
+        return found
 
     def _protection(self) -> str:
         """What the death of a server would cost now."""
@@ -267,11 +353,10 @@ class StatusService:
         hosts = [state.members[name].host for name in self._job.membership.servers()]
         return protection_of(self._job.config, hosts, state.replica_sets.values())
 
-    def _member_status(self, name: str) -> MemberStatus:
+    def _member_status(self, name: str, shares: Mapping[str, float], furthest: int) -> MemberStatus:
         state, now = self._job.membership.state, time.monotonic()
         member, heartbeat = state.members[name], self._job.heartbeats.get(name)
         heard = self._job.liveness.last_heard(name)
-        steps = [known.step for other, (known, _) in self._job.heartbeats.items() if other in state.entered]
         step = heartbeat[0].step if heartbeat else 0
         report = self._job.reports.get(name)
         return MemberStatus(
@@ -285,14 +370,14 @@ class StatusService:
             rtt_seconds=heartbeat[0].rtt_seconds if heartbeat else 0.0,
             state=self._state_of(name),
             step=step,
-            lag=max(steps, default=0) - step if member.role == "worker" and name in state.entered else 0,
+            lag=furthest - step if member.role == "worker" and name in state.entered else 0,
             num_primary=sum(replica_set.primary == name for replica_set in state.replica_sets.values()),
             num_backup=sum(name in replica_set.backups for replica_set in state.replica_sets.values()),
             cores=member.cores,
             pid=member.pid,
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
             steps_per_push=report.times.steps_per_push if report is not None else 1,
-            share=self.worker_shares().get(name, 0.0),
+            share=shares.get(name, 0.0),
         )
 
     def _state_of(self, name: str) -> str:

@@ -188,7 +188,7 @@ class BestCheckpoint:
         with self._job.lock:
             self._state.best = best
             self._job.try_keep()
-        self._job.event(f"the best so far: {best.told}")
+        self._job.event(f"the best so far: {best.told}", "checkpoint")
 
     def _find_earlier_best(self, root: str, lineage: str, rule: Best) -> None:
         """Finds the best checkpoint from before the job was resumed, if it is of the same lineage."""
@@ -431,7 +431,7 @@ class ValidationService:
         values = over.values()
         self._readings = {over.turn: values}
         self._job.try_keep()
-        self._job.event(f"validation at step {over.step}: {over.told}")
+        self._job.event(f"validation at step {over.step}: {over.told}", "validation")
         self._metrics.add_merged(values, over.step, over.errors())
         self._best.add_validation(over)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
 import socket
 import threading
+import time
+from typing import NamedTuple
 
 from syncline import faults
+from syncline.coordinator.recording import Recorder
 from syncline.coordinator.service import Coordinator
 from syncline.core.membership import Outcome
 from syncline.launch import lifeline
@@ -17,6 +21,8 @@ from syncline.launch.membership import say
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
+from syncline.page.access import Access
+from syncline.page.serving import TOKEN_FILE, PageServer
 from syncline.store.journal import Journal
 
 #: After the end: time for members to learn of it and for the launcher to ask for the outcome.
@@ -24,8 +30,20 @@ LINGER_SECONDS = 1.5
 JOURNAL = "journal.db"
 
 
+class PagePlan(NamedTuple):
+    """The web page of a job."""
+
+    sock: socket.socket  # listens already
+    code: str  # opens the page once
+
+
 def run_coordinator(
-    file: JobFile, listen_fd: int | None, sock: socket.socket | None = None, *, resumes: bool = False
+    file: JobFile,
+    listen_fd: int | None,
+    sock: socket.socket | None = None,
+    *,
+    resumes: bool = False,
+    page: PagePlan | None = None,
 ) -> int:
     """Serves until the job has ended; returns the exit code. `resumes`: an earlier coordinator has died."""
     outcomes: list[Outcome] = []
@@ -50,13 +68,45 @@ def run_coordinator(
     identity = tcp.Identity(file.job, file.token_bytes, Peer("coordinator", "coordinator", 0))
     listener = tcp.Listener(identity, accept, sock=sock, log=log)
     _wait_for_the_save(file)
+    recorder = Recorder(coordinator.job, coordinator.status, file.folder)
+    recorder.start()
+    page_server = _begin_page(file, page, coordinator, recorder)
     coordinator.start_deadline()
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
+    recorder.close()
+    if page_server is not None:
+        page_server.close()
     listener.close()
     coordinator.close()
     journal.close()
     return 1 if outcomes and outcomes[0].failed else 0
+
+
+def _begin_page(
+    file: JobFile, page: PagePlan | None, coordinator: Coordinator, recorder: Recorder
+) -> PageServer | None:
+    """Starts the page's thread."""
+    if page is None:
+        return None
+    access = Access(file.job, file.token_bytes)
+    if page.code:
+        access.add_code(page.code, time.time())
+    server = PageServer(page.sock, access, file.folder.parent, file.folder.name, recorder)
+    coordinator.job.page_link = server.new_link
+    _write_token(file, access)
+    server.start()
+    return server
+
+
+def _write_token(file: JobFile, access: Access) -> None:
+    """For machines, such as Prometheus: a file that only its owner can read."""
+    path = file.folder / TOKEN_FILE
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            out.write(access.token)
 
 
 def _wait_for_the_save(file: JobFile) -> None:

@@ -13,6 +13,7 @@ from syncline.config import JobConfig
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.jobfile import JobFile
+from syncline.store.series import SERIES
 
 JOB_FILE = "job.json"
 JOURNAL = "journal.db"
@@ -114,7 +115,7 @@ def holder_of(folder: pathlib.Path) -> int:
 
 def _clear(folder: pathlib.Path) -> None:
     try:
-        for pattern in ("*.log", "fault-*", f"{JOURNAL}*", JOB_FILE):
+        for pattern in ("*.log", "fault-*", f"{JOURNAL}*", JOB_FILE, f"{SERIES}*", "metrics*.jsonl", "events*.jsonl"):
             for old in folder.glob(pattern):
                 old.unlink()
     except OSError as error:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 from typing import NoReturn
@@ -86,9 +87,13 @@ def play(plan: MemberPlan, stages: StageProcesses | StagePlace | None = None) ->
     """Plays the role until it ends; the exit code."""
     try:
         if plan.role == "coordinator":
-            from syncline.launch.coordinating import run_coordinator
+            from syncline.launch.coordinating import PagePlan, run_coordinator
 
-            return run_coordinator(plan.file, plan.listen_fd, resumes=plan.resumes)
+            page = None
+            if plan.page_fd is not None:
+                # A code works once: the coordinator that comes back does not take the first one again.
+                page = PagePlan(socket.socket(fileno=plan.page_fd), "" if plan.resumes else plan.page_code)
+            return run_coordinator(plan.file, plan.listen_fd, resumes=plan.resumes, page=page)
         if plan.role == "server":
             from syncline.launch.serving import run_server
 

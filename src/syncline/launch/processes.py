@@ -43,6 +43,8 @@ class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     place: tuple[int, int, int] | None = None  #: with cores of its own: its number among servers and workers here
     tells_cores: bool = False  #: where there are too few cores for that, this one says so
     listen_fd: int | None = None  #: coordinator: the socket that is bound already
+    page_fd: int | None = None  #: coordinator: the socket of the web page
+    page_code: str = ""  #: coordinator: opens the page once
     resumes: bool = False  #: coordinator: the job has begun before, and its journal is there
     starts_again: bool = False  #: an earlier process of this name has died
     loads_torch: bool = False  #: it will; with the fork server it has it already
@@ -128,7 +130,7 @@ def start_member(plan: MemberPlan, remote: str = "", fork_server: ForkServer | N
         process = fork_server.fork(plan.name, extra)
     if process is None:
         command = command_for(plan, remote)
-        kept = () if plan.listen_fd is None else (plan.listen_fd,)
+        kept = tuple(descriptor for descriptor in (plan.listen_fd, plan.page_fd) if descriptor is not None)
         try:
             process = _start(command, kept, extra)
         except OSError as error:

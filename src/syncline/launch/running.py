@@ -38,6 +38,7 @@ from syncline.launch.processes import LOCAL_HOSTS, MemberPlan, MemberProcess
 from syncline.launch.saving import settle_saving
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
+from syncline.page import serving
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +148,11 @@ def run_job(
         engine = engine_of(config, fork_server)
         if start is not None:
             engine = Attended(engine, start)
-        plans = Plans(file, config, script, sock.fileno(), engine)
+        page = page_socket(config)
+        if page is not None:
+            stack.enter_context(page)
+        code = serving.new_code() if page is not None else ""
+        plans = Plans(file, config, script, sock.fileno(), engine, page.fileno() if page is not None else None, code)
         if fork_server is not None:
             stack.callback(fork_server.close)
         first = plans.first()
@@ -155,6 +160,8 @@ def run_job(
             fork_server.start()
         for told in opening(config, script, folder, engine):
             screen.line("launcher", f"syncline: {told}")
+        if page is not None:
+            screen.line("launcher", f"syncline: the page: {serving.link_of(page, code)}")
         launcher = Launcher(
             first,
             screen,
@@ -208,6 +215,18 @@ def listen(config: JobConfig) -> socket.socket:
     return sock
 
 
+def page_socket(config: JobConfig) -> socket.socket | None:
+    """The socket of the web page; it stays when the coordinator starts again. None: there is no page."""
+    is_there = all(
+        importlib.util.find_spec(name) is not None for name in ("starlette", "uvicorn", "prometheus_client")
+    )
+    if config.page == "off" or (config.page == "auto" and not is_there):
+        return None
+    if not is_there:
+        raise ConfigError(f"--page {config.page}: the page needs the extra: pip install 'syncline[page]'")
+    return serving.listen(config.page)
+
+
 def _has_port(text: str) -> bool:
     return text.count(":") == 1 or (text.startswith("[") and "]:" in text)
 
@@ -241,10 +260,18 @@ class Plans:
     """The plan of every member, at the start and later; workers of a host share its cores."""
 
     def __init__(
-        self, file: jobfile.JobFile, config: JobConfig, script: Script, listen_fd: int, engine: Engine
+        self,
+        file: jobfile.JobFile,
+        config: JobConfig,
+        script: Script,
+        listen_fd: int,
+        engine: Engine,
+        page_fd: int | None = None,
+        page_code: str = "",
     ) -> None:
+        """`page_fd`: the socket of the web page. `page_code`: opens it once."""
         self._file, self._config, self._script, self._listen_fd = file, config, script, listen_fd
-        self._engine = engine
+        self._engine, self._page_fd, self._page_code = engine, page_fd, page_code
         self._folder = os.getcwd()
         self._has_torch = importlib.util.find_spec("torch") is not None
         self._scripts_load_torch = self._has_torch and mentions_torch(script)
@@ -256,7 +283,13 @@ class Plans:
         if self._config.is_ring:  # servers are in the workers' processes
             where = {name: host for name, host in where.items() if name.startswith("worker-")}
         coordinator = MemberPlan(
-            role="coordinator", name="coordinator", host="local", file=self._file, listen_fd=self._listen_fd
+            role="coordinator",
+            name="coordinator",
+            host="local",
+            file=self._file,
+            listen_fd=self._listen_fd,
+            page_fd=self._page_fd,
+            page_code=self._page_code,
         )
         first = {host: name for name, host in reversed(where.items())}  # one member of each host speaks for all
         return [coordinator, *(self._plan(name, where, first[host] == name) for name, host in where.items())]

@@ -25,6 +25,9 @@ from syncline.server.slices import HostedSlice
 from syncline.server.storage import Blocks, SliceStorage
 from syncline.stats import ServerStats, WireStats
 
+#: Slices that a server names as its busiest.
+MOST_BUSIEST = 3
+
 
 def stats_of(
     name: str, slots: Collection[HostedSlice], commits: Commits | None, pulls: Pulls, wire: WireStats
@@ -46,6 +49,10 @@ def stats_of(
         staleness_sum=float(sum(slot.staleness_sum for slot in slots)),
         staleness_count=sum(slot.staleness_count for slot in slots),
         staleness_max=max((slot.staleness_max for slot in slots), default=0),
+        staleness_counts=tuple(map(sum, zip(*(slot.staleness_counts for slot in slots), strict=True))),
+        busiest=tuple(
+            sorted(((slot.part.id, slot.apply_seconds) for slot in slots), key=lambda found: -found[1])[:MOST_BUSIEST]
+        ),
         damping_sum=sum(slot.damping_sum for slot in slots),
         lag_max=flow.lag_max if flow else 0,
         num_pins=pulls.num_pins,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from syncline.core.codecs.named import codecs_of
 from syncline.core.codecs.pieces import coder_of
 from syncline.core.conditions import parse_average
@@ -83,6 +85,7 @@ from syncline.server.storage import SliceStorage
 from syncline.server.tasks import StagedCommit
 from syncline.server.waits import beat_of
 from syncline.stats import ServerDebugState, ServerStats, WireStats, thread_names
+from syncline.usage import TellsStats
 
 #: Messages that need no current replica sets.
 _ALWAYS = (Leave, AskWhy)
@@ -130,6 +133,7 @@ class Server:
         self._endpoints: set[Endpoint] = set()
         self._leaving: set[Endpoint] = set()  # of workers that have sent Leave
         self._wire = WireStats()
+        self._tells_stats = TellsStats(WireStats, self._peers)
         self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
         self._speaks = False  # for all servers of the job
@@ -400,7 +404,19 @@ class Server:
         """A heartbeat with current waits."""
         if self._commits is None:
             return Heartbeat()
-        return beat_of(self._commits, list(self.slices.values()))
+        beat = beat_of(self._commits, list(self.slices.values()))
+        stats = self._tells_stats.due(self.stats)
+        return beat if stats is None else msgspec.structs.replace(beat, stats=stats)
+
+    def _peers(self) -> dict[str, WireStats]:
+        """What went over the connections to each member."""
+        with self._lock:
+            endpoints = list(self._endpoints)
+        found: dict[str, WireStats] = {}
+        for endpoint in endpoints:
+            if endpoint.peer.role in ("worker", "server"):
+                found[endpoint.peer.name] = found.get(endpoint.peer.name, WireStats()) + endpoint.stats()
+        return found
 
     def stats(self) -> ServerStats:
         with self._lock:

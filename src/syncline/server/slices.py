@@ -31,6 +31,8 @@ from syncline.server.tasks import Key, Progress, SliceTask, StagedCommit, acks_o
 Bytes = npt.NDArray[np.uint8]
 #: Snapshot buffers that a slice keeps for reuse.
 MOST_SPARE = 2
+#: Counts of staleness: 0, 1, 2-3, 4-7, …; the last one has all that is larger.
+NUM_STALENESS_COUNTS = 12
 
 
 class Snapshot:
@@ -90,6 +92,7 @@ class HostedSlice:
         self.reduction = SliceReduction(segment, part)
         self.num_updates, self.apply_seconds = 0, 0.0
         self.staleness_sum, self.staleness_max, self.staleness_count = 0, 0, 0
+        self.staleness_counts = [0] * NUM_STALENESS_COUNTS
         self.damping_sum = 0.0
 
     @property
@@ -350,6 +353,7 @@ class HostedSlice:
         self.staleness_sum += staleness
         self.staleness_count += 1
         self.staleness_max = max(self.staleness_max, staleness)
+        self.staleness_counts[min(staleness.bit_length(), NUM_STALENESS_COUNTS - 1)] += 1
 
     def gradients(
         self, commits: Sequence[Commit[StagedCommit]], work: SliceTask, into: Numbers | None = None

@@ -14,6 +14,7 @@ from syncline.core.wire.message import Message
 from syncline.errors import SynclineError
 from syncline.net.link import Link
 from syncline.stats import JobStats, WireStats, apply_seconds
+from syncline.usage import TellsStats
 from syncline.worker.checkpoint.boundary import Boundary
 from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.data.samples import WorkerSamples
@@ -88,6 +89,7 @@ class WorkerReporting:
 
     def __init__(self, job: ReportingJob, link: Link) -> None:
         self._job, self._link = job, link
+        self._stats = TellsStats(lambda: job.exchange.stats() + job.collectives.stats(), job.exchange.peers)
 
     def begin(self, closed: threading.Event) -> None:
         """Reports periodically until `closed` is set."""
@@ -105,6 +107,7 @@ class WorkerReporting:
             work_seconds=seconds,
             boundary=self._job.boundary.last,
             stride=self._job.boundary.stride,
+            stats=self._stats.due(),
         )
 
     def stats(self) -> JobStats:

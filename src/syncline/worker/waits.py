@@ -28,6 +28,8 @@ class StepClock:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._last: float | None = None
+        self._reading: tuple[float, float] | None = None  # since when the loader reads, and `wait` then
+        self._data_seconds = 0.0
         self.num_steps, self.steps_per_push = 0, 1
         self.measured = (0, 0.0)  #: samples of all steps so far, and their working time
 
@@ -40,6 +42,17 @@ class StepClock:
     def pause(self) -> None:
         """The time until the next lap is not part of a step: a rest, a barrier, a registration."""
         self._last = None
+
+    def begins_reading(self) -> None:
+        """The script asks its loader for a batch."""
+        self._reading = (time.perf_counter(), self._seconds["wait"])
+
+    def has_read(self) -> None:
+        """The script gets its batch. What it waited for others meanwhile, for samples, is not the loader's."""
+        if self._reading is not None:
+            began, waited = self._reading
+            passed = time.perf_counter() - began - (self._seconds["wait"] - waited)
+            self._data_seconds, self._reading = self._data_seconds + max(0.0, passed), None
 
     def resume(self) -> None:
         """A step begins here, after a rest, a barrier or a registration."""
@@ -57,7 +70,9 @@ class StepClock:
         self.measured = (samples, self.work_seconds)
 
     def times(self) -> StepTimes:
-        return StepTimes(num_steps=self.num_steps, steps_per_push=self.steps_per_push, **self._seconds)
+        return StepTimes(
+            num_steps=self.num_steps, steps_per_push=self.steps_per_push, data=self._data_seconds, **self._seconds
+        )
 
 
 class ValidationCalled(Exception):  # no error

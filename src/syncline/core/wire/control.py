@@ -15,7 +15,17 @@ from syncline.core.rule import RuleSpec
 from syncline.core.slice_state import Copy
 from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
-from syncline.stats import EpochProgress, JobStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait
+from syncline.stats import (
+    EpochProgress,
+    JobStatus,
+    JobVerdict,
+    MemberStats,
+    PushBytes,
+    SaveCounts,
+    ServerStats,
+    StepTimes,
+    Wait,
+)
 
 
 class Join(Message, frozen=True):
@@ -102,6 +112,7 @@ class Heartbeat(Message, frozen=True):
     num_updates: int = 0  # server: the most of any of its slices
     boundary: int = 0  # worker: its clock at the last boundary
     stride: int = 0  # worker: commits between two boundaries; 0: unknown
+    stats: MemberStats | None = None  # once a second
 
 
 class Enter(Message, frozen=True):
@@ -284,6 +295,9 @@ class Standings(Message, frozen=True):
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     best: str = ""  # the best checkpoint so far, and its reading
     pushed_told: str = ""  # bytes per step, if encoded or sent over the network
+    lag: int = 0  # commits that the slowest worker is behind the fastest
+    long_wait: str = ""  # who waits for whom, if that is long
+    verdicts: list[JobVerdict] = []
 
 
 class Died(Message, frozen=True):
@@ -397,6 +411,16 @@ class Over(Message, frozen=True):
     reason: str
 
 
+class AskPage(Message, frozen=True):
+    """From outside: a link that opens the web page once."""
+
+
+class GivenPage(Message, frozen=True):
+    """The link; empty if the job has no page."""
+
+    link: str
+
+
 class AskWhy(Message, frozen=True):
     """Asks whom this worker waits for."""
 
@@ -409,3 +433,4 @@ class GivenWhy(Message, frozen=True):
 
     reason: str
     is_awaited: bool = False  # from a server: its oldest open round waits for the caller
+    verdicts: list[JobVerdict] = []  # from the coordinator: what is slow or wrong with the job

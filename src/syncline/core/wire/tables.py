@@ -44,6 +44,7 @@ from syncline.core.wire.control import (
     AskCopies,
     AskLife,
     AskNominal,
+    AskPage,
     AskRoster,
     AskServerStats,
     AskStats,
@@ -57,6 +58,7 @@ from syncline.core.wire.control import (
     GivenCopies,
     GivenLife,
     GivenNominal,
+    GivenPage,
     GivenServerStats,
     GivenStats,
     GivenStatus,
@@ -173,7 +175,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
     AskLife, GivenLife, NoteScript, AskNominal, GivenNominal, AttachDevice, AttachedDevice,
-    DetachDevice,
+    DetachDevice, AskPage, GivenPage,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -198,6 +200,6 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, Pace, Save,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save,
     }),
 }  # fmt: skip

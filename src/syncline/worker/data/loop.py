@@ -102,6 +102,7 @@ class Loop:
     def hand_out(self) -> None:
         """The script receives the oldest batch that was read."""
         piece = self._cut.popleft()
+        self._job.samples.gets()
         self._job.samples.boundary.hands_out()
         if self._data.is_steps:
             self._job.samples.lease_acks.read(piece)
@@ -123,6 +124,7 @@ class Loop:
         self._job.samples.hooks.between()
         if self.is_over:
             self._job.samples.boundary.stops(self._position)
+        self._job.samples.asks()
 
     def __enter__(self) -> Loop:
         self.reading.resume()

@@ -240,6 +240,14 @@ class WorkerSamples:
         self.run_done = max(fraction, self.run_done) if by == self._run_by else fraction
         self._run_by = by
 
+    def asks(self) -> None:
+        """The script asks for its next batch."""
+        self._times.begins_reading()
+
+    def gets(self) -> None:
+        """The script receives it."""
+        self._times.has_read()
+
     def read(self, piece: BatchRange) -> None:
         """The script has received this batch; the next commit acknowledges it."""
         self.lease_acks.read(piece)

@@ -455,6 +455,10 @@ class ServerRoutes:
             total += endpoint.stats()
         return total
 
+    def peers(self) -> dict[str, WireStats]:
+        """What went over the connection to each server, since it was made."""
+        return {name: endpoint.stats() for name, endpoint in list(self.endpoints.items())}
+
     def break_off(self, reason: str) -> None:
         """From any thread: ends all waits."""
         dialing = self._dialing

@@ -490,6 +490,10 @@ class ServersExchange:
         """What went over the wire so far."""
         return self.routes.stats()
 
+    def peers(self) -> dict[str, WireStats]:
+        """What went over the connection to each server."""
+        return self.routes.peers()
+
     @property
     def pushed_bytes(self) -> PushBytes:
         """What its pushes took so far."""

@@ -1,0 +1,173 @@
+"""What a job does now: figures of a second or so, from the totals that its members tell.
+
+Pure. Totals only rise within one life of a member; a new incarnation begins at zero, and so does what it told before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from syncline.stats import EpochProgress, JobFigures, MemberFigures, MemberStats, MemberStatus, StepTimes, Wait
+
+#: Below this a rate of bytes is not worth a line in a picture.
+LEAST_BYTES_PER_SECOND = 1.0
+#: Members wait for each other in every step; longer waits are named.
+LEAST_WAIT_SECONDS = 1.0
+
+
+class MemberTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one member at a moment: how it stands, and its totals."""
+
+    status: MemberStatus
+    stats: MemberStats = MemberStats()
+    times: StepTimes = StepTimes()
+    samples: int = 0
+    shared_bytes: int = 0  #: pushed through shared memory
+
+
+class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """A job at a moment."""
+
+    at: float
+    step: int
+    seconds: float
+    members: Sequence[MemberTotals]
+    gone: Sequence[str] = ()
+    waits: Sequence[Wait] = ()
+    why: str = ""
+    epochs: Sequence[EpochProgress] = ()
+    readings: Mapping[str, float] = {}
+    verdict: str = ""
+    stop: str = ""
+    generation: int = 0
+    term: int = 0
+
+
+class Observer:
+    """Compares each look at a job with the one before."""
+
+    def __init__(self) -> None:
+        self._before: JobTotals | None = None
+        self._members: dict[str, MemberTotals] = {}
+        self._staleness: dict[str, tuple[int, tuple[int, ...]]] = {}  # server -> incarnation and its counts
+        self._ended_staleness: tuple[int, ...] = ()  # of servers' earlier lives
+
+    def look(self, totals: JobTotals) -> JobFigures:
+        """The figures of the time since the last look."""
+        before = self._before
+        passed = totals.at - before.at if before is not None else 0.0
+        hosted = _hosted(totals.members)
+        members = tuple(self._member(member, passed, hosted) for member in totals.members)
+        self._note_staleness(totals.members)
+        num_steps = max(0, totals.step - before.step) if before is not None else 0
+        self._before = totals
+        self._members = {member.status.name: member for member in totals.members}
+        return JobFigures(
+            at=totals.at,
+            step=totals.step,
+            seconds=totals.seconds,
+            steps_per_second=num_steps / passed if passed > 0 else 0.0,
+            samples_per_second=sum(member.samples_per_second for member in members),
+            members=members,
+            gone=tuple(totals.gone),
+            waits=tuple(totals.waits),
+            why=totals.why if any(wait.seconds >= LEAST_WAIT_SECONDS for wait in totals.waits) else "",
+            staleness_counts=_added([self._ended_staleness, *(counts for _, counts in self._staleness.values())]),
+            epochs=tuple(totals.epochs),
+            readings=dict(totals.readings),
+            verdict=totals.verdict,
+            stop=totals.stop,
+            generation=totals.generation,
+            term=totals.term,
+        )
+
+    def _member(self, now: MemberTotals, passed: float, hosted: Mapping[str, int]) -> MemberFigures:
+        status = now.status
+        known = self._members.get(status.name)
+        # Totals that are seen for the first time may be of hours: they are no rate.
+        before = known if known is not None and known.status.incarnation == status.incarnation else now
+        seconds = passed if before is not now else 0.0
+        steps = max(0, now.times.num_steps - before.times.num_steps)
+        server, server_before = now.stats.server, before.stats.server
+        rounds, apply, busiest = 0, 0.0, tuple[tuple[int, float], ...]()
+        if server is not None:
+            rounds = max(0, server.num_rounds - (server_before.num_rounds if server_before else 0))
+            spent = server.round_seconds - (server_before.round_seconds if server_before else 0.0)
+            apply = max(0.0, spent) / rounds if rounds else 0.0
+            spent_before = dict(server_before.busiest) if server_before else {}
+            busiest = tuple(
+                (part, _rate(total, spent_before.get(part, 0.0), seconds)) for part, total in server.busiest
+            )
+        shared = _rate(now.shared_bytes, before.shared_bytes, seconds)
+        peers = {
+            name: _rate(sent, before.stats.peers.get(name, (0, 0))[0], seconds)
+            for name, (sent, _) in now.stats.peers.items()
+        }
+        if shared:  # read in place by the servers: in proportion to what each of them has
+            whole = sum(hosted.values()) or 1
+            for name, num_bytes in hosted.items():
+                peers[name] = peers.get(name, 0.0) + shared * num_bytes / whole
+        return MemberFigures(
+            name=status.name,
+            role=status.role,
+            host=status.host,
+            state=status.state,
+            incarnation=status.incarnation,
+            step=status.step,
+            lag=status.lag,
+            num_steps=steps,
+            compute=_mean(now.times.compute, before.times.compute, steps),
+            data=_mean(now.times.data, before.times.data, steps),
+            stage=_mean(now.times.stage, before.times.stage, steps),
+            wait=_mean(now.times.wait, before.times.wait, steps),
+            pull=_mean(now.times.pull, before.times.pull, steps),
+            samples_per_second=_rate(now.samples, before.samples, seconds),
+            share=status.share,
+            apply=apply,
+            num_rounds=rounds,
+            cores=_rate(now.stats.process.cpu_seconds, before.stats.process.cpu_seconds, seconds),
+            memory_bytes=now.stats.process.memory_bytes,
+            gpu_bytes=now.stats.process.gpu_bytes,
+            sent_per_second=_rate(now.stats.wire.bytes_sent, before.stats.wire.bytes_sent, seconds) + shared,
+            received_per_second=_rate(now.stats.wire.bytes_received, before.stats.wire.bytes_received, seconds),
+            peers={name: rate for name, rate in peers.items() if rate >= LEAST_BYTES_PER_SECOND},
+            parameter_bytes=server.parameter_bytes if server is not None else 0,
+            busiest=busiest,
+            heard_seconds=status.heard_seconds,
+            rtt_seconds=status.rtt_seconds,
+            pid=status.pid,
+        )
+
+    def _note_staleness(self, members: Sequence[MemberTotals]) -> None:
+        for member in members:
+            server, name = member.stats.server, member.status.name
+            if server is None:
+                continue
+            incarnation, counts = self._staleness.get(name, (0, ()))
+            if incarnation != member.status.incarnation:
+                self._ended_staleness = _added([self._ended_staleness, counts])
+            self._staleness[name] = (member.status.incarnation, server.staleness_counts)
+
+
+def _hosted(members: Sequence[MemberTotals]) -> dict[str, int]:
+    """The bytes of parameters that each server has."""
+    return {
+        member.status.name: member.stats.server.parameter_bytes
+        for member in members
+        if member.stats.server is not None and member.stats.server.parameter_bytes
+    }
+
+
+def _rate(now: float, before: float, seconds: float) -> float:
+    return max(0.0, now - before) / seconds if seconds > 0 else 0.0
+
+
+def _mean(now: float, before: float, count: int) -> float:
+    return max(0.0, now - before) / count if count else 0.0
+
+
+def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    longest = max(map(len, counts), default=0)
+    return tuple(sum(one[k] for one in counts if k < len(one)) for k in range(longest))

@@ -1,0 +1,5 @@
+"""The web page of a job, its API and its metrics for Prometheus. Needs the extra `page`.
+
+`access` decides who may read, `runs` finds what can be read, `api` answers, `live` streams looks, `application` puts
+these together, and `serving` runs it in a thread beside a coordinator, or alone for runs that have ended.
+"""

@@ -1,0 +1,23 @@
+#!/bin/sh
+# The web page in a real browser, and a real Prometheus. Called by `make test-page`, and with --screenshots by
+# `make screenshots`. Installs playwright, schemathesis and, as root on Debian, Chromium and Prometheus.
+set -eu
+cd "$(dirname "$0")/.."
+
+missing=
+command -v chromium >/dev/null || missing="chromium"
+command -v prometheus >/dev/null || missing="$missing prometheus"
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq && apt-get install -qq -y --no-install-recommends $missing >/dev/null
+    else
+        echo "install these first: $missing" >&2
+        exit 1
+    fi
+fi
+.venv/bin/python -c 'import playwright, schemathesis' 2>/dev/null ||
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt playwright schemathesis
+if [ "${1:-}" = "--screenshots" ]; then
+    exec .venv/bin/python tools/docs/screenshots.py docs/images
+fi
+exec .venv/bin/python -m pytest -q -m page tests/page "$@"
