@@ -99,6 +99,19 @@ def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_never_returns_does_not_hold_up_the_end(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.py").write_text(SLOW.replace("time.sleep(0.2)", "x.sum() and time.sleep(1e6)"))
+    with serving(tmp_path) as (process, url), Caller(url) as call:
+        call.connection.request("POST", "/predict", b'{"input":[1,1,1,1]}')
+        with Caller(url) as other:
+            deadline = time.monotonic() + PATIENCE
+            while b'\nsyncline_batch_rows_bucket{le="1.0"} 1\n' not in other("GET", "/metrics")[2]:
+                assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
 def test_what_was_typed_wrongly_is_one_line(tmp_path: pathlib.Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     for words, said in (

@@ -36,6 +36,9 @@ def serve(
     ] = "best",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Listen for gRPC too; 0: on any free port. [default: no]")
+    ] = None,
     name: Annotated[
         str, typer.Option(help="The model's name in paths. [default: that of the class or function]")
     ] = "",
@@ -86,6 +89,7 @@ def serve(
     settings: dict[str, Any] = {
         "host": host,
         "port": port,
+        "grpc_port": -1 if grpc_port is None else grpc_port,
         "pick": pick,
         "name": name,
         "inputs": tuple(inputs or ()),
@@ -123,10 +127,14 @@ def serve(
         say_where(server)
         ends.wait()
         typer.echo("syncline: answers open requests, then ends", err=True)
+    if any(thread.name.startswith("syncline serve") for thread in threading.enumerate()):
+        os._exit(0)  # the operator's code still computes, and no request waits for it
 
 
 def say_where(server: Any) -> None:
     typer.echo(f"syncline: {server.name} version {server.version} at {server.url}", err=True)
+    if server.grpc_address:
+        typer.echo(f"syncline: gRPC at {server.grpc_address}", err=True)
     if server.token_path is not None:
         typer.echo(f"syncline: callers need the token in {server.token_path}", err=True)
         if not server.config.cert:

@@ -6,14 +6,13 @@ import asyncio
 import dataclasses
 import logging
 import time
-import urllib.parse
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
 import syncline.serve.protocol as protocol
-from syncline.serve.batching import Batcher
+from syncline.serve.batching import BatchAnswer, Batcher
 from syncline.serve.datatypes import RequestError, TensorSpec
 from syncline.serve.limits import ByteBudget, Connections, Gate
 from syncline.serve.metrics import ServingMetrics
@@ -58,6 +57,7 @@ class Application:
         batcher: Batcher,
         metrics: ServingMetrics,
         gate: Gate,
+        messages: protocol.Protocol,
         connections: Connections,
         *,
         most_bytes: int,
@@ -68,8 +68,8 @@ class Application:
         self._gate, self._connections = gate, connections
         self._most_bytes, self._body_seconds, self._release = most_bytes, body_seconds, syncline_version
         self._budget = ByteBudget(max(4 * most_bytes, 256 << 20))
-        self._protocol = protocol.Protocol(model.name, model.inputs, most_bytes)
-        self._infer_path = f"/v2/models/{urllib.parse.quote(model.name)}/infer"
+        self._protocol = messages
+        self._infer_path = f"/v2/models/{model.name}/infer"  # paths come here decoded
         self._is_ending = False
 
     def drain(self) -> None:
@@ -161,7 +161,9 @@ class Application:
         return length, header_length
 
     async def _body(self, receive: _Receive, length: int | None) -> bytes:
-        message = await receive() if length else {"type": "http.request", "body": b"", "more_body": length is None}
+        if length == 0:
+            return b""
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise _Gone
         body = message.get("body", b"")
@@ -182,15 +184,19 @@ class Application:
             raise RequestError(408, f"the body did not come within {self._body_seconds:g} s") from None
         return b"".join(parts)
 
-    async def _infer(self, path: str, body: bytes, header_length: bytes | None) -> tuple[_Reply, str]:
+    async def answer(self, request: protocol.InferRequest, version: str) -> BatchAnswer:
+        """Waits for a batch with this request; '' is the version that is current then."""
         loop = asyncio.get_running_loop()
+        return await self._batcher.submit(request.inputs, request.num_rows, version, loop)
+
+    async def _infer(self, path: str, body: bytes, header_length: bytes | None) -> tuple[_Reply, str]:
         if path == "/predict":
             plain, named = self._protocol.decode_plain(body)
-            answer = await self._batcher.submit(plain.inputs, plain.num_rows, named, loop)
+            answer = await self.answer(plain, named)
             return _Reply(200, self._protocol.encode_plain(plain, answer.outputs, answer.version)), answer.version
         named = "" if path == self._infer_path else self._version_in(path)
         request = self._protocol.decode(body, header_length)
-        answer = await self._batcher.submit(request.inputs, request.num_rows, named, loop)
+        answer = await self.answer(request, named)
         content, json_bytes = self._protocol.encode(request, answer.outputs, answer.version)
         if json_bytes is None:
             return _Reply(200, content), answer.version
@@ -201,7 +207,7 @@ class Application:
         """The version in a path below /v2/models/NAME; raises RequestError for another model or another path."""
         match path.split("/")[1:]:
             case ["v2", "models", name, *rest]:
-                self._check_name(name)
+                self.check_name(name)
                 match rest:
                     case ["infer" | "ready"] | []:
                         return ""
@@ -209,7 +215,15 @@ class Application:
                         return version
         raise RequestError(404, f"there is no {path}; see /v2 and /v2/models/{self._model.name}")
 
-    def _check_name(self, name: str) -> None:
+    def check_version(self, version: str) -> None:
+        """Raises RequestError for a version that is not in memory; '' is the current one."""
+        if self._versions.find(version) is None:
+            raise RequestError(
+                404, f"there is no version {version!r} in memory; there are {', '.join(self._loaded())}"
+            )
+
+    def check_name(self, name: str) -> None:
+        """Raises RequestError for another model than this one."""
         if name != self._model.name:
             raise RequestError(404, f"there is no model {name!r}; this server has {self._model.name!r}")
 
@@ -223,13 +237,10 @@ class Application:
             is_ready = self.is_ready
             return _Reply(200 if is_ready else 503, b'{"ready":true}' if is_ready else b'{"ready":false}')
         if path == "/v2":
-            told = {"name": "syncline", "version": self._release, "extensions": ["binary_tensor_data"]}
-            return _Reply(200, msgspec.json.encode(told))
+            return _Reply(200, msgspec.json.encode(self.server_metadata()))
         if path == "/metrics":
             return _Reply(200, self.metrics(), _OPENMETRICS)
-        named = self._version_in(path)
-        if self._versions.find(named) is None:
-            raise RequestError(404, f"there is no version {named!r} in memory; there are {', '.join(self._loaded())}")
+        self.check_version(self._version_in(path))
         if path.endswith("/ready"):
             return _Reply(200, b'{"ready":true}') if self.is_ready else _Reply(503, b'{"ready":false}')
         return _Reply(200, msgspec.json.encode(self.metadata()))
@@ -237,6 +248,10 @@ class Application:
     @property
     def is_ready(self) -> bool:
         return not self._is_ending and self._versions.current is not None
+
+    def server_metadata(self) -> dict[str, Any]:
+        """The protocol's description of the server."""
+        return {"name": "syncline", "version": self._release, "extensions": ["binary_tensor_data"]}
 
     def metadata(self) -> dict[str, Any]:
         """The protocol's description of the model."""

@@ -20,6 +20,7 @@ from syncline.serve.versions import Version, Versions
 
 log = logging.getLogger("syncline.serve")
 
+_END_SECONDS = 0.3
 _RECENT = 16  # requests at which a new version is tried
 _MOST_RECENT_BYTES = 1 << 20  # of each
 _Key = tuple[str, tuple[tuple[int, ...], ...]]
@@ -68,12 +69,12 @@ class Batcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Answers what is queued, then ends the thread."""
+        """Takes no more requests and ends the thread. A call of the model that does not end is left alone."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
 
     @property
     def num_queued(self) -> int:

@@ -23,6 +23,7 @@ SOCKET, LOCK, TOKEN = "control", "lock", "token"
 VERBS = ("status", "load", "rollback", "pin", "unpin", "canary")
 _MOST_BYTES = 1 << 16
 _SECONDS = 600.0  # loading a version takes as long as it takes
+_END_SECONDS = 0.3  # a version that is being loaded is not waited for
 _FOLDER = "serve"
 
 
@@ -89,7 +90,7 @@ class Control:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
         self._listener.close()
         self._path.unlink(missing_ok=True)
 

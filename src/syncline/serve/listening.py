@@ -52,7 +52,7 @@ def is_loopback(sock: socket.socket) -> bool:
     return host.startswith("127.") or host == "::1"
 
 
-class Listener:
+class HttpListener:
     """Serves the application in a thread of its own. `drain` ends it."""
 
     def __init__(
@@ -102,6 +102,8 @@ class Listener:
         deadline = time.monotonic() + START_SECONDS
         while not self._server.is_up.wait(0.1):
             if not self._thread.is_alive():
+                if isinstance(self._trouble, ConfigError):
+                    raise self._trouble
                 raise ConfigError(f"the HTTP server did not start: {self._trouble}")
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"the HTTP server did not start within {START_SECONDS:g} s")

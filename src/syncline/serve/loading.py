@@ -18,8 +18,10 @@ from syncline.serve.versions import Version, Versions
 
 log = logging.getLogger("syncline.serve")
 
+_END_SECONDS = 0.3
 
-class Loading:
+
+class VersionLoading:
     """Looks for versions at the source, and brings in those that pass."""
 
     def __init__(
@@ -138,9 +140,10 @@ class Refresher:
         self._thread.start()
 
     def close(self) -> None:
+        """A version that is being loaded is not waited for long."""
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while not self._end.wait(self._seconds):

@@ -90,10 +90,7 @@ class Protocol:
         for one in head.inputs:
             if one.name in found:
                 raise RequestError(400, f"input {one.name!r} is given twice")
-            spec = self._spec(one.name)
-            spec.check(_known(one.name, one.datatype), one.shape)
-            kind = DATATYPES[one.datatype]
-            num_items = check_shape(one.name, one.shape, self._most_bytes, kind.itemsize)
+            kind, num_items = self._place(one.name, one.datatype, one.shape)
             size = (one.parameters or {}).get("binary_data_size")
             if size is not None:
                 if one.data is not msgspec.UNSET:
@@ -188,6 +185,29 @@ class Protocol:
             data = b"{%s}" % b",".join(b"%s:%s" % (_encode(name), _to_json(name, row)) for name, row in rows.items())
         key = b"output" if request.is_single else b"outputs"
         return b'{"%s":%s,"model_name":%s,"model_version":%s}' % (key, data, _encode(self._name), _encode(version))
+
+    def from_bytes(self, name: str, datatype: str, shape: Sequence[int], data: bytes) -> Array:
+        """An input whose data is its bytes."""
+        kind, num_items = self._place(name, datatype, shape)
+        array, rest = _take(name, memoryview(data), num_items * kind.itemsize, kind, num_items)
+        if len(rest):
+            raise RequestError(400, f"input {name!r} has {len(data)} bytes; its shape needs {array.nbytes}")
+        return array.reshape(shape)
+
+    def from_numbers(self, name: str, datatype: str, shape: Sequence[int], numbers: Sequence[Any]) -> Array:
+        """An input whose data is a flat sequence of numbers."""
+        kind, num_items = self._place(name, datatype, shape)
+        if len(numbers) != num_items:
+            raise RequestError(
+                400, f"input {name!r} has {len(numbers)} numbers; its shape {list(shape)} needs {num_items}"
+            )
+        return _array(name, list(numbers), kind).reshape(shape)
+
+    def _place(self, name: str, datatype: str, shape: Sequence[int]) -> tuple[np.dtype[Any], int]:
+        """The type and the number of items of an input that the model takes."""
+        self._spec(name).check(_known(name, datatype), shape)
+        kind = DATATYPES[datatype]
+        return kind, check_shape(name, shape, self._most_bytes, kind.itemsize)
 
     def _spec(self, name: str) -> TensorSpec:
         spec = self._inputs.get(name)

@@ -9,7 +9,7 @@ import os
 import pathlib
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,10 +22,11 @@ from syncline.serve.batching import Batcher
 from syncline.serve.control import TOKEN, Control, ControlRequest, folder_of, held
 from syncline.serve.datatypes import parse_spec
 from syncline.serve.limits import Connections, Gate, make_token, parse_rate, read_token
-from syncline.serve.listening import Listener, bind, is_loopback
-from syncline.serve.loading import Loading, Refresher
+from syncline.serve.listening import Beside, HttpListener, bind, is_loopback
+from syncline.serve.loading import Refresher, VersionLoading
 from syncline.serve.metrics import ServingMetrics
 from syncline.serve.model import ModelFile
+from syncline.serve.protocol import Protocol
 from syncline.serve.reading import open_source
 from syncline.serve.versions import Version, Versions
 
@@ -38,6 +39,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = ""  #: of the model, in paths; default: that of the class or function
     host: str = "127.0.0.1"
     port: int = 8000  #: 0: any free one
+    grpc_port: int = -1  #: -1: no gRPC; 0: any free one
     pick: str = "best"  #: of a folder of checkpoints: `best` (the newest if there is none) or `last`
     inputs: tuple[str, ...] = ()  #: `NAME:DATATYPE:SHAPE` of one row each; default: those of `example`
     max_batch: int = 32  #: rows of one call of the model
@@ -61,6 +63,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 LEAST: dict[str, float] = {
     "port": 0,
+    "grpc_port": -1,
     "max_batch": 1,
     "max_delay": 0.0,
     "max_queue": 1,
@@ -73,7 +76,7 @@ LEAST: dict[str, float] = {
     "threads": 0,
     "drain_seconds": 0.0,
 }
-_MOST = {"port": 65535, "max_batch": 1 << 20, "max_body": 1 << 34, "threads": 4096}
+_MOST = {"port": 65535, "grpc_port": 65535, "max_batch": 1 << 20, "max_body": 1 << 34, "threads": 4096}
 
 
 class InferenceServer:
@@ -99,7 +102,8 @@ class InferenceServer:
         self._metrics = ServingMetrics()
         self._url = ""
         self._token = ""
-        self._loading: Loading | None = None
+        self._grpc_address = ""
+        self._loading: VersionLoading | None = None
 
     def __enter__(self) -> InferenceServer:
         return self.start()
@@ -153,7 +157,7 @@ class InferenceServer:
         batcher = Batcher(
             self._versions, policy, self._metrics, most_queued=config.max_queue, knows_shapes=knows_shapes
         )
-        loading = Loading(self._file, inputs, self._source, self._versions, batcher.recent, guard=config.guard)
+        loading = VersionLoading(self._file, inputs, self._source, self._versions, batcher.recent, guard=config.guard)
         self._loading = loading
         loading.first()
         batcher.start()
@@ -169,30 +173,63 @@ class InferenceServer:
         model = ServedModel(
             name=self.name, platform=_platform(self._versions.current), inputs=inputs, outputs=lambda: loading.outputs
         )
+        gate = Gate(self._token, self._rate)
+        messages = Protocol(self.name, inputs, config.max_body)
         application = Application(
             model,
             self._versions,
             batcher,
             self._metrics,
-            Gate(self._token, self._rate),
+            gate,
+            messages,
             connections,
             most_bytes=config.max_body,
             body_seconds=config.body_seconds,
             syncline_version=_release(),
         )
-        listener = Listener(
+        listener = HttpListener(
             application,
             sock,
             connections,
             certificate=pathlib.Path(config.cert) if config.cert else None,
             key=pathlib.Path(config.key) if config.key else None,
             drain_seconds=config.drain_seconds,
+            beside=self._grpc(application, messages, gate) if config.grpc_port >= 0 else None,
         )
         host, port = sock.getsockname()[:2]
         self._url = f"{'https' if config.cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
         listener.start()
         stack.callback(listener.drain)
         stack.callback(application.drain)
+
+    def _grpc(self, application: Application, messages: Protocol, gate: Gate) -> Beside:
+        from syncline.serve.grpc_calls import GrpcCalls  # grpcio is large: only where it is used
+
+        config = self.config
+        calls = GrpcCalls(
+            application,
+            messages,
+            self._metrics,
+            gate,
+            host=config.host,
+            port=config.grpc_port,
+            cert=config.cert,
+            key=config.key,
+            most_bytes=config.max_body,
+            most_calls=config.max_queue,
+            drain_seconds=config.drain_seconds,
+        )
+
+        async def start() -> Callable[[], Awaitable[None]]:
+            self._grpc_address = await calls.start()
+            return calls.close
+
+        return start
+
+    @property
+    def grpc_address(self) -> str:
+        """`host:port` for clients of gRPC; '': there is none."""
+        return self._grpc_address
 
     def _find_token(self, folder: pathlib.Path, sock: socket.socket) -> str:
         if self.config.token_file:

@@ -86,15 +86,16 @@ class Versions:
 
     def draw(self) -> Version | None:
         """The version of the next request that names none."""
-        if self._canary is None:
+        if not self._share:
             return self._current
         with self._lock:
-            if self._canary is None:
+            canary = self._canary
+            if canary is None:
                 return self._current
             self._owed += self._share
             if self._owed >= 1.0 - 1e-9:
                 self._owed -= 1.0
-                return self._canary
+                return canary
             return self._current
 
     def rollback(self) -> Version:
