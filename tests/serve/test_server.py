@@ -130,10 +130,11 @@ def test_bad_input_gets_error_objects(served: Any) -> None:
             found, kinds, content = call(method, path, body, headers)
             assert (found, kinds["content-type"]) == (status, "application/json"), (path, content)
             assert words in json.loads(content)["error"]
-    with Caller(server.url) as call:  # chunks, without a length in front
-        call.connection.request("POST", infer, iter([bytes(3000)] * 3), encode_chunked=True)
-        reply = call.connection.getresponse()
-        assert reply.status == 413 and b"more than 4096 bytes" in reply.read()
+    for chunks in ([bytes(3000)] * 3, [bytes(5000)]):  # without a length in front
+        with Caller(server.url) as call:
+            call.connection.request("POST", infer, iter(chunks), encode_chunked=True)
+            reply = call.connection.getresponse()
+            assert reply.status == 413 and b"more than 4096 bytes" in reply.read()
     with Caller(server.url) as call:
         assert call.post(infer, infer_body(ROWS))[0] == 200
 
@@ -451,6 +452,18 @@ def test_slow_and_senseless_connections_harm_no_other(served: Any) -> None:
     finally:
         for sock in sockets:
             sock.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(served: Any) -> None:
+    """Neither one that never begins, nor one that stops in the middle."""
+    server = served(body_seconds=0.2)
+    for part in (b"", b'{"input":'):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE) as sock:
+            sock.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n" + part)
+            content = b""
+            while more := sock.recv(4096):
+                content += more
+        assert content.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.2 s" in content
 
 
 def test_the_end_answers_what_is_open(served: Any) -> None:

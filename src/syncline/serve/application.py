@@ -163,16 +163,11 @@ class Application:
     async def _body(self, receive: _Receive, length: int | None) -> bytes:
         if length == 0:
             return b""
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Gone
-        body = message.get("body", b"")
-        if not message.get("more_body"):
-            return bytes(body)
-        parts, size = [body], len(body)
+        parts: list[bytes] = []
+        size = 0
         try:
             async with asyncio.timeout(self._body_seconds):
-                while message.get("more_body"):
+                while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _Gone
@@ -180,6 +175,8 @@ class Application:
                     size += len(parts[-1])
                     if size > self._most_bytes:
                         raise RequestError(413, f"the body has more than {self._most_bytes} bytes (--max-body)")
+                    if not message.get("more_body"):
+                        break
         except TimeoutError:
             raise RequestError(408, f"the body did not come within {self._body_seconds:g} s") from None
         return b"".join(parts)
