@@ -10,9 +10,10 @@ from syncline.serve.batch_policy import BatchPolicy
 def test_an_idle_server_never_waits() -> None:
     policy = BatchPolicy(max_rows=32, max_delay=0.005)
     assert policy.wait_seconds(1, oldest=10.0, now=10.0) == 0.0
-    policy.taken(1)
-    policy.finished(1, num_waiting=0)
-    assert policy.wait_seconds(1, oldest=11.0, now=11.0) == 0.0
+    for num_rows in (1, 6):
+        policy.taken(num_rows)
+        policy.finished(num_rows, num_waiting=0)
+        assert policy.wait_seconds(1, oldest=11.0, now=11.0) == 0.0
 
 
 def test_a_busy_server_waits_for_as_many_as_came_lately_and_not_longer_than_the_delay() -> None:
