@@ -16,7 +16,7 @@ JOBS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test check proof soak test-frameworks test-engines test-page screenshots bench bench-check lint docs clean
+.PHONY: help setup data train test check proof soak test-frameworks test-engines test-page screenshots test-serve bench bench-check lint docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,7 +37,7 @@ lint: setup ## ruff, mypy, the layers
 	@$(BIN)/lint-imports
 
 check: lint ## lint and the quick tests: before each commit
-	@$(PYTEST) -m "not slow and not proof and not soak and not engines" $(ARGS)
+	@$(PYTEST) -m "not slow and not proof and not soak and not engines and not clients" $(ARGS)
 
 # Not --quiet: it hides warnings, and --strict then does not count them.
 docs: setup ## the site into site/; fails where a link or an anchor leads nowhere
@@ -65,6 +65,9 @@ test-page: setup ## the web page in a real browser, and a real Prometheus; as ro
 
 screenshots: setup ## the pictures of the page in docs/images, from a real job in a real browser
 	@sh tools/test_page.sh --screenshots
+
+test-serve: setup ## all of serving, with the real clients of its protocol, which it installs
+	@sh tools/test_serve.sh $(ARGS)
 
 bench: setup ## speed and memory, beside floors and other frameworks in the same run
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -24,6 +24,7 @@ TARGETS = [
     "soak",
     "test-frameworks",
     "test-engines",
+    "test-serve",
     "bench",
     "bench-check",
     "lint",

@@ -8,6 +8,7 @@ worker/  server/  coordinator/      the three roles, each inside its process
 collectives                what workers do together
 torch/   jax/   data/      thin adapters, data sets
 launch/                    init(), local processes, other hosts
+serve/                     a trained model answers requests
 testing/                   whole jobs inside one process
 bench/                     `syncline bench`: this machine against its floors
 cli/                       the command line

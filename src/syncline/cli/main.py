@@ -40,6 +40,8 @@ COMMANDS = {
     "doctor": Command("Checks what jobs need on this machine.", "doctor"),
     "bench": Command("Measures speed and memory on this machine.", "bench"),
     "checkpoint": Command("Looks at checkpoints, verifies, prunes and exports them.", "checkpoint"),
+    "serve": Command("Answers requests with a trained model, over HTTP.", "serve"),
+    "serve-ctl": Command("Shows and switches the versions of a served model.", "serve_ctl"),
 }
 _SCRIPT: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -48,7 +50,7 @@ def load_command(name: str) -> Any:
     """The command itself, from its module."""
     known = COMMANDS[name]
     module = importlib.import_module(f"syncline.cli.{known.module}")
-    if name == "checkpoint":
+    if name in ("checkpoint", "serve-ctl"):
         return typer.main.get_command(module.app)
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     alone.command(name, context_settings=_SCRIPT if known.runs_script else None)(

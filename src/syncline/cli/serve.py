@@ -1,0 +1,141 @@
+"""`syncline serve`: a trained model answers requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Annotated, Any
+
+import typer
+
+from syncline.core.units import duration
+from syncline.errors import ConfigError
+from syncline.launch.saving import parse_bytes
+
+_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="The class or function in your file that makes the model.")
+    ],
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="A folder of checkpoints, one of them, or a .safetensors file; any path fsspec knows.",
+        ),
+    ] = None,
+    pick: Annotated[
+        str, typer.Option(help="Of a folder: best (the newest, if none is marked as best) or last.")
+    ] = "best",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Listen for gRPC too; 0: on any free port. [default: no]")
+    ] = None,
+    name: Annotated[
+        str, typer.Option(help="The model's name in paths. [default: that of the class or function]")
+    ] = "",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="NAME:TYPE:SHAPE",
+            help="What the model takes, of one row: image:FP32:1,28,28. Repeat for several. "
+            "[default: by `example` of the file, else one FP32 for each argument]",
+        ),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="Rows of one call of the model, at most.")] = 32,
+    max_delay: Annotated[
+        str, typer.Option(metavar="TIME", help="How long a request may wait for others while the server is busy.")
+    ] = "5ms",
+    refresh: Annotated[
+        str, typer.Option(metavar="TIME", help="How often to look for a new version; never: not at all.")
+    ] = "2s",
+    guard: Annotated[
+        str,
+        typer.Option(help='A new version must pass, e.g. "accuracy>=0.85" on what `validate` of the file returns.'),
+    ] = "",
+    threads: Annotated[int, typer.Option(help="Threads for the model's kernels; 0: one per core.")] = 0,
+    token_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="The bearer token. [default: none on loopback, else a new one under runs/serve/NAME]"
+        ),
+    ] = "",
+    cert: Annotated[str, typer.Option(metavar="FILE", help="Certificate (PEM), for HTTPS.")] = "",
+    key: Annotated[str, typer.Option(metavar="FILE", help="The certificate's key (PEM).")] = "",
+    rate: Annotated[str, typer.Option(help="Most requests of one address, e.g. 100/s. [default: any number]")] = "",
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one request.")] = "64MiB",
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 1024,
+    max_connections: Annotated[int, typer.Option(help="Open connections, at most.")] = 1024,
+    runs: Annotated[
+        str, typer.Option(metavar="DIR", help="Folder for the token and the socket of serve-ctl.")
+    ] = "runs",
+) -> None:
+    """Answers requests with a trained model: the Open Inference Protocol on /v2, and plain JSON on /predict.
+
+    New checkpoints are loaded beside the version that answers, tried, and switched to. Ctrl-C answers open requests,
+    then ends.
+
+    Example:  syncline serve model.py:Net --from runs/mnist/checkpoints --input image:FP32:1,28,28
+    """
+    settings: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "grpc_port": -1 if grpc_port is None else grpc_port,
+        "pick": pick,
+        "name": name,
+        "inputs": tuple(inputs or ()),
+        "max_batch": max_batch,
+        "max_delay": 0.0 if max_delay == "0" else duration("--max-delay", max_delay, "5ms, 0.1s, 0"),
+        "refresh": 0.0 if refresh == "never" else duration("--refresh", refresh, "2s, 1m, never"),
+        "guard": guard,
+        "threads": threads,
+        "token_file": token_file,
+        "cert": cert,
+        "key": key,
+        "rate": rate,
+        "max_body": parse_bytes("--max-body", max_body),
+        "max_queue": max_queue,
+        "max_connections": max_connections,
+        "runs": runs,
+    }
+    logging.basicConfig(level=logging.INFO, format=_FORMAT, stream=sys.stderr)
+    from syncline.serve.server import InferenceServer  # uvicorn, which is an extra
+
+    if weights is None:
+        typer.echo("syncline: no --from: the model is served as it is made", err=True)
+    elif not pathlib.Path(model.rpartition(":")[0]).is_file():
+        raise ConfigError(f"{model!r}: there is no such file; name the model's file and what makes it: model.py:Net")
+    ends = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        if ends.is_set():
+            os._exit(128 + number)  # asked twice
+        ends.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    with InferenceServer(model, weights, **settings) as server:
+        say_where(server)
+        ends.wait()
+        typer.echo("syncline: answers open requests, then ends", err=True)
+    if any(thread.name.startswith("syncline serve") for thread in threading.enumerate()):
+        os._exit(0)  # the operator's code still computes, and no request waits for it
+
+
+def say_where(server: Any) -> None:
+    typer.echo(f"syncline: {server.name} version {server.version} at {server.url}", err=True)
+    if server.grpc_address:
+        typer.echo(f"syncline: gRPC at {server.grpc_address}", err=True)
+    if server.token_path is not None:
+        typer.echo(f"syncline: callers need the token in {server.token_path}", err=True)
+        if not server.config.cert:
+            typer.echo("syncline: token and answers travel in the clear; give --cert and --key for HTTPS", err=True)

@@ -1,0 +1,30 @@
+"""Serving: a model's versions answer requests over HTTP. `syncline serve`, or `Server` in Python.
+
+datatypes, protocol            arrays and the Open Inference Protocol; what a request may be
+model, torch_model             the operator's file: a torch module, or an object on NumPy arrays
+reading, loading, versions     where versions come from; how they are tried; which one answers
+batch_policy, batching         when requests become a batch (pure); the thread that calls the model
+limits, metrics                tokens, rates, connections; what is counted
+application, listening         HTTP: routes; uvicorn around them
+grpc_calls                     the same over gRPC
+control, server                `serve-ctl`; all of it together
+"""
+
+from __future__ import annotations
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from syncline.serve.server import InferenceServer as Server
+    from syncline.serve.server import ServeConfig
+
+__all__ = ["ServeConfig", "Server"]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Loaded when it is used: `syncline serve-ctl` needs no web server."""
+    if name in __all__:
+        from syncline.serve import server
+
+        return server.InferenceServer if name == "Server" else server.ServeConfig
+    raise AttributeError(f"module 'syncline.serve' has no attribute {name!r}")

@@ -1,0 +1,157 @@
+"""What `syncline serve-ctl` says to a serving process: one JSON line each way, over a socket of its own user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from syncline.errors import ConfigError, SynclineError
+
+log = logging.getLogger("syncline.serve")
+
+SOCKET, LOCK, TOKEN = "control", "lock", "token"
+VERBS = ("status", "load", "rollback", "pin", "unpin", "canary")
+_MOST_BYTES = 1 << 16
+_SECONDS = 600.0  # loading a version takes as long as it takes
+_END_SECONDS = 0.3  # a version that is being loaded is not waited for
+_FOLDER = "serve"
+
+
+class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `VERBS`, and what it needs."""
+
+    verb: str
+    version: str = ""
+    share: float = 0.0
+
+
+def folder_of(runs: str, name: str) -> pathlib.Path:
+    """Where a serving process of this name keeps its socket and its token."""
+    if "/" in name or name in ("", ".", "..") or not name.isprintable() or len(name.encode()) > 200:
+        raise ConfigError(f"--name {name[:20]!r}: it is also the name of a folder: no '/', at most 200 bytes")
+    return pathlib.Path(runs) / _FOLDER / name
+
+
+@contextlib.contextmanager
+def held(folder: pathlib.Path) -> Iterator[None]:
+    """Holds the folder, which only its user may enter: one serving process for each name."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise ConfigError(f"{folder} belongs to another user; choose another --name or --runs")
+        folder.chmod(0o700)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be used: {error.strerror}; use another: --runs DIR") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder.name} is served already; end it, or choose another --name") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Control:
+    """Answers one caller after another, in a thread of its own."""
+
+    def __init__(self, folder: pathlib.Path, answer: Callable[[ControlRequest], dict[str, Any]]) -> None:
+        self._answer = answer
+        self._path = folder / SOCKET
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _short(self._path) as address:
+                self._listener.bind(address)
+            self._path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+            self._listener.listen(8)
+        except OSError:
+            self._listener.close()
+            raise
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="syncline serve control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.settimeout(5.0)
+                try:
+                    self._serve(sock)
+                except OSError as error:
+                    log.debug("a caller of serve-ctl went away: %s", error)
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            request = msgspec.json.decode(_line(sock), type=ControlRequest)
+            reply = self._answer(request)
+        except (SynclineError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            reply = {"error": str(error)}
+        sock.sendall(msgspec.json.encode(reply) + b"\n")
+
+
+def ask(folder: pathlib.Path, request: ControlRequest) -> dict[str, Any]:
+    """The answer of the process that serves there. ConfigError: it refuses, or there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with sock:
+        sock.settimeout(_SECONDS)
+        try:
+            with _short(folder / SOCKET) as address:
+                sock.connect(address)
+            sock.sendall(msgspec.json.encode(request) + b"\n")
+            reply = msgspec.json.decode(_line(sock), type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"nothing serves {folder.name} here ({folder}): {error}; see --runs and --name"
+            ) from None
+    if "error" in reply:
+        raise ConfigError(str(reply["error"]))
+    return reply
+
+
+def _line(sock: socket.socket) -> bytes:
+    found = b""
+    while not found.endswith(b"\n"):
+        part = sock.recv(4096)
+        if not part:
+            break
+        found += part
+        if len(found) > _MOST_BYTES:
+            raise ConfigError(f"more than {_MOST_BYTES} bytes in one line")
+    return found
+
+
+@contextlib.contextmanager
+def _short(path: pathlib.Path) -> Iterator[str]:
+    """An address for this path: a socket's may have 107 bytes only."""
+    descriptor = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,195 @@
+"""New versions: found, loaded beside the current one, tried, and switched to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from syncline.core.conditions import AllOf, Compare, Condition, Either, parse_condition
+from syncline.errors import ConfigError, StoreError
+from syncline.serve.datatypes import DATATYPES, Array, RequestError, TensorSpec, datatype_of
+from syncline.serve.model import LoadedModel, ModelFile, check_outputs
+from syncline.serve.reading import Candidate, VersionSource
+from syncline.serve.versions import Version, Versions
+
+log = logging.getLogger("syncline.serve")
+
+_END_SECONDS = 0.3
+
+
+class VersionLoading:
+    """Looks for versions at the source, and brings in those that pass."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        inputs: Sequence[TensorSpec],
+        source: VersionSource | None,
+        versions: Versions,
+        recent: Callable[[], Sequence[Mapping[str, Array]]],
+        *,
+        guard: str,
+    ) -> None:
+        """`source`: None serves the model as it is made. `guard`: a condition on the metrics of `validate`."""
+        self._file, self._inputs, self._source, self._versions = file, inputs, source, versions
+        self._recent = recent
+        self._guard = parse_guard(guard) if guard else None
+        self._said = guard
+        if self._guard is not None and not callable(file.validate):
+            raise ConfigError(
+                f"--guard needs a function `validate(predict)` beside {file.where} that returns metrics"
+            )
+        self._refused: set[str] = set()
+        self._lock = threading.Lock()
+        self.outputs: tuple[TensorSpec, ...] = ()
+
+    def first(self) -> None:
+        """Loads the first version that passes. StoreError if there is none."""
+        if self._source is None:
+            self._bring(Candidate("1", "as made", self._file.where, 0, dict), self._file.load(None, self._file.where))
+            return
+        with self._lock:
+            reasons = self._look()
+        if self._versions.current is None:
+            raise StoreError("; ".join(reasons[:3]) or "there is no version to serve")
+
+    def look(self) -> list[str]:
+        """Looks for a new version; returns why others were refused."""
+        if self._source is None:
+            return []
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> list[str]:
+        assert self._source is not None
+        reasons = []
+        for candidate in self._source.look():
+            if candidate.digest in self._refused:
+                continue
+            if not self._versions.is_wanted(candidate.digest):
+                break  # what is preferred is here, or was left
+            try:
+                self._bring(candidate, self._file.load(candidate.read(), candidate.where))
+                break
+            except (StoreError, RequestError) as error:
+                self._refused.add(candidate.digest)
+                reasons.append(f"version {candidate.name} is refused: {error}")
+                current = self._versions.current
+                goes_on = f"; version {current.name} goes on" if current is not None else ""
+                log.warning("%s%s", reasons[-1], goes_on)
+        return reasons
+
+    def _bring(self, candidate: Candidate, model: LoadedModel) -> None:
+        """Tries a version, and hands it over. StoreError: it must not answer."""
+        tried = list(self._recent())
+        example = self._file.example(self._inputs)
+        if example is not None:
+            tried.insert(0, example)
+        for inputs in tried:
+            self._try(candidate, model, inputs)
+        if self._guard is not None:
+            self._check_guard(candidate, model)
+        role = self._versions.add(Version(candidate.name, candidate.digest, candidate.where, candidate.step, model))
+        log.info("version %s (step %d, %s) is loaded: %s", candidate.name, candidate.step, candidate.where, role)
+
+    def _try(self, candidate: Candidate, model: LoadedModel, inputs: Mapping[str, Array]) -> None:
+        num_rows = len(next(iter(inputs.values())))
+        try:
+            outputs = model(inputs)
+            check_outputs(outputs, num_rows)
+        except Exception as error:  # the operator's code
+            raise StoreError(f"{candidate.where} fails on a request: {type(error).__name__}: {error}") from error
+        for name, array in outputs.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise StoreError(f"{candidate.where} answers with NaN or Inf ({name!r})")
+        if not self.outputs:
+            self.outputs = tuple(
+                TensorSpec(name, datatype_of(array.dtype) or "", (-1, *array.shape[1:]))
+                for name, array in outputs.items()
+            )
+
+    def _check_guard(self, candidate: Candidate, model: LoadedModel) -> None:
+        assert self._guard is not None
+        validate: Any = self._file.validate
+        try:
+            metrics = {
+                str(name): float(value) for name, value in dict(validate(_predict(model, self._inputs))).items()
+            }
+        except Exception as error:  # the operator's code
+            raise StoreError(f"{candidate.where}: validate failed: {type(error).__name__}: {error}") from error
+        told = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        if not _holds(self._guard, metrics):
+            raise StoreError(f"{candidate.where} does not pass --guard {self._said!r}: it has {told or 'no metrics'}")
+        log.info("version %s passes --guard %s: %s", candidate.name, self._said, told)
+
+
+class Refresher:
+    """Looks for new versions again and again, in a thread of its own."""
+
+    def __init__(self, look: Callable[[], object], seconds: float) -> None:
+        self._look, self._seconds = look, seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="syncline serve versions", daemon=True)
+        self._said = ""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """A version that is being loaded is not waited for long."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._end.wait(self._seconds):
+            try:
+                self._look()
+                self._said = ""
+            except Exception as error:  # the operator's code, or a folder that is away for a while
+                words = f"{type(error).__name__}: {error}"
+                if words != self._said:
+                    log.warning("no new version can be looked for (%s); the current one goes on", words)
+                self._said = words
+
+
+def parse_guard(text: str) -> Condition:
+    """Comparisons, joined by `and` and `or`."""
+    condition = parse_condition(text, "--guard")
+    if not _is_comparisons(condition):
+        raise ConfigError(f"--guard {text!r}: only comparisons can be said of one version, e.g. accuracy>=0.85")
+    return condition
+
+
+def _is_comparisons(condition: Condition) -> bool:
+    if isinstance(condition, AllOf | Either):
+        return all(map(_is_comparisons, condition.parts))
+    return isinstance(condition, Compare)
+
+
+def _holds(condition: Condition, metrics: Mapping[str, float]) -> bool:
+    """A metric that is missing never holds."""
+    if isinstance(condition, AllOf):
+        return all(_holds(part, metrics) for part in condition.parts)
+    if isinstance(condition, Either):
+        return any(_holds(part, metrics) for part in condition.parts)
+    assert isinstance(condition, Compare)
+    return condition.metric in metrics and condition.holds(metrics[condition.metric])
+
+
+def _predict(model: LoadedModel, specs: Sequence[TensorSpec]) -> Callable[..., Any]:
+    """The model as `validate` calls it: with the rows of its one input, or a dict of inputs by name.
+
+    Returns the rows of its one output, or a dict of outputs.
+    """
+
+    def predict(inputs: Any) -> Any:
+        given = inputs if isinstance(inputs, Mapping) else {specs[0].name: inputs}
+        outputs = model({spec.name: np.asarray(given[spec.name], DATATYPES[spec.datatype]) for spec in specs})
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    return predict

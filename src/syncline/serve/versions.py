@@ -1,0 +1,162 @@
+"""Which versions are in memory, and which one answers. Thread-safe; changes take effect at the next batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+from syncline.errors import ConfigError
+from syncline.serve.model import LoadedModel
+
+#: Versions in memory: those that answer, and the ones before, for a rollback.
+KEPT = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """A version in memory."""
+
+    name: str
+    digest: str
+    where: str
+    step: int
+    model: LoadedModel = dataclasses.field(compare=False, repr=False)
+
+
+class Versions:
+    """The current version answers. While there is a canary, a share of the requests goes to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Version] = []  # oldest first
+        self._current: Version | None = None
+        self._canary: Version | None = None
+        self._share = 0.0
+        self._owed = 0.0
+        self._is_pinned = False
+        self._left: set[str] = set()  # digests that a rollback has left: never switched to again by themselves
+
+    @property
+    def current(self) -> Version | None:
+        return self._current
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._is_pinned
+
+    @property
+    def share(self) -> float:
+        return self._share
+
+    @property
+    def canary(self) -> Version | None:
+        return self._canary
+
+    def loaded(self) -> list[Version]:
+        """All in memory, oldest first."""
+        with self._lock:
+            return list(self._kept)
+
+    def find(self, name: str) -> Version | None:
+        """The version of this name; '': the current one."""
+        if not name:
+            return self._current
+        with self._lock:
+            return next((one for one in reversed(self._kept) if one.name == name), None)
+
+    def is_wanted(self, digest: str) -> bool:
+        """Whether a version with this digest is new."""
+        with self._lock:
+            return digest not in self._left and all(one.digest != digest for one in self._kept)
+
+    def add(self, version: Version) -> str:
+        """Takes a version that was checked; returns what became of it: `current`, `canary` or `beside`."""
+        with self._lock:
+            self._kept.append(version)
+            if self._current is None:
+                self._current, role = version, "current"
+            elif self._share:
+                self._canary, role = version, "canary"
+            elif self._is_pinned:
+                role = "beside"
+            else:
+                self._current, role = version, "current"
+            self._forget()
+            return role
+
+    def draw(self) -> Version | None:
+        """The version of the next request that names none."""
+        if not self._share:
+            return self._current
+        with self._lock:
+            canary = self._canary
+            if canary is None:
+                return self._current
+            self._owed += self._share
+            if self._owed >= 1.0 - 1e-9:
+                self._owed -= 1.0
+                return canary
+            return self._current
+
+    def rollback(self) -> Version:
+        """Goes back to the version before the current one, and stays until a newer one comes."""
+        with self._lock:
+            place = self._place()
+            if place == 0:
+                raise ConfigError("there is no earlier version in memory to go back to")
+            assert self._current is not None
+            self._left.add(self._current.digest)
+            self._kept.remove(self._current)
+            self._end_canary()
+            self._current = self._kept[place - 1]
+            return self._current
+
+    def pin(self, name: str) -> Version:
+        """Stays with this version; new ones are loaded beside it."""
+        with self._lock:
+            found = next((one for one in self._kept if one.name == name), None)
+            if found is None:
+                raise ConfigError(
+                    f"version {name!r} is not in memory; there are {', '.join(one.name for one in self._kept)}"
+                )
+            self._current, self._is_pinned = found, True
+            self._end_canary()
+            return found
+
+    def unpin(self) -> Version:
+        """Goes to the newest version in memory, and follows new ones."""
+        with self._lock:
+            self._is_pinned = False
+            self._current = self._kept[-1]
+            self._end_canary()
+            return self._current
+
+    def set_canary(self, share: float) -> Version | None:
+        """Gives this share of the requests to the newest version beside the current one, or to the next that comes.
+        1.0 makes it the current one, 0.0 leaves it.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"canary {share:.0%}: give a share from 0% to 100%")
+        with self._lock:
+            canary = self._canary
+            if share and canary is None and self._current is not self._kept[-1]:
+                canary = self._kept[-1]
+            self._canary, self._share, self._owed = canary, share, 0.0
+            if canary is not None and share == 0.0:
+                self._left.add(canary.digest)
+                self._kept.remove(canary)
+            if canary is not None and share == 1.0:
+                self._current = canary
+            if share in (0.0, 1.0):
+                self._end_canary()
+            return canary
+
+    def _end_canary(self) -> None:
+        self._canary, self._share, self._owed = None, 0.0, 0.0
+
+    def _place(self) -> int:
+        return next((index for index, one in enumerate(self._kept) if one is self._current), 0)
+
+    def _forget(self) -> None:
+        while len(self._kept) > KEPT:
+            self._kept.remove(next(one for one in self._kept if one not in (self._current, self._canary)))

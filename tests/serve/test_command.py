@@ -1,0 +1,127 @@
+"""`syncline serve` and `serve-ctl`, as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.patience import PATIENCE
+from tests.serve.saved import MODEL, Caller, expected, save
+
+#: Slow enough that a signal comes while requests are open.
+SLOW = MODEL.replace(
+    "        super().__init__(4, 3)\n",
+    "        super().__init__(4, 3)\n\n    def forward(self, x):\n        import time\n"
+    "        time.sleep(0.2)\n        return super().forward(x)\n",
+)
+
+
+@contextlib.contextmanager
+def serving(folder: pathlib.Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "syncline", "serve", "model.py:Net", "--port", "0", *words]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    try:
+        while not (found := re.search(r"version (\S+) at (http://\S+)", said)):
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        yield process, found[2]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=PATIENCE)
+
+
+def control(folder: pathlib.Path, *words: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "syncline", "serve-ctl", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.mark.slow
+def test_versions_are_shown_and_switched_from_the_command_line(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    save(tmp_path / "saves", 1)
+    with serving(tmp_path, "--from", "saves", "--refresh", "10ms") as (process, url):
+        with Caller(url) as call:
+            save(tmp_path / "saves", 2)
+            deadline = time.monotonic() + PATIENCE
+            while json.loads(control(tmp_path, "status", "--json"))["current"] != "2":
+                assert time.monotonic() < deadline
+            assert "answers" in control(tmp_path, "rollback", "--name", "net")
+            status, answer = call.post("/predict", {"input": [1, 1, 1, 1]})
+            assert status == 200 and answer["model_version"] == "1"
+            assert np.allclose(answer["output"], expected(1, [[1, 1, 1, 1]])[0])
+            told = json.loads(control(tmp_path, "pin", "1", "--json"))
+            assert told["is_pinned"] and told["num_requests"] == 1
+            assert "version '9' is not in memory" in control(tmp_path, "pin", "9", code=2)
+            assert "give a share" in control(tmp_path, "canary", "often", code=2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert "no single model is served here" in control(tmp_path, "status", code=2)
+
+
+@pytest.mark.slow
+def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.py").write_text(SLOW)
+    with serving(tmp_path) as (process, url):
+        answers = []
+
+        def ask() -> None:
+            with Caller(url) as call:
+                answers.append(call.post("/predict", {"input": [1, 1, 1, 1]})[0])
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        with Caller(url) as call:
+            deadline = time.monotonic() + PATIENCE
+            while b"\nsyncline_queue_requests 2\n" not in call("GET", "/metrics")[2]:
+                assert time.monotonic() < deadline and len(answers) < 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert answers == [200, 200, 200]
+
+
+@pytest.mark.slow
+def test_a_model_that_never_returns_does_not_hold_up_the_end(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.py").write_text(SLOW.replace("time.sleep(0.2)", "x.sum() and time.sleep(1e6)"))
+    with serving(tmp_path) as (process, url), Caller(url) as call:
+        call.connection.request("POST", "/predict", b'{"input":[1,1,1,1]}')
+        with Caller(url) as other:
+            deadline = time.monotonic() + PATIENCE
+            while b'\nsyncline_batch_rows_bucket{le="1.0"} 1\n' not in other("GET", "/metrics")[2]:
+                assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_what_was_typed_wrongly_is_one_line(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for words, said in (
+        (("model.py:Nat",), "defines no 'Nat'"),
+        (("model.py:Net", "--from", "nothing"), "holds no checkpoint"),
+        (("model.py:Net", "--max-delay", "soon"), "--max-delay 'soon': give a duration"),
+    ):
+        command = [sys.executable, "-m", "syncline", "serve", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        last = done.stderr.strip().splitlines()[-1]
+        assert (
+            done.returncode == 2 and last.startswith("syncline: ") and said in last and "Traceback" not in done.stderr
+        )
