@@ -36,8 +36,8 @@ class OnServers:
 
         given = {name: jax.numpy.asarray(value) for name, value in options.items()}
         new = self._calls.call(step, old, tree.leaves(grads, "gradients"), weight, given)
-        return tree.build([after - before for after, before in zip(new, old, strict=True)]), state
+        return tree.build([after - before for after, before in zip(new, old, strict=True)], params), state
 
     def latest(self, params: Any, state: Any) -> tuple[Any, Any]:
         old = self._tree.leaves(params, "parameters")
-        return self._tree.build(placed(self._tree.listed(self._host.pull()), old)), state
+        return self._tree.build(placed(self._tree.listed(self._host.pull()), old), params), state

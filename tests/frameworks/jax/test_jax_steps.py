@@ -185,6 +185,35 @@ def test_a_worker_that_is_asked_to_leave_ends_in_its_own_thread(transform: Any) 
 # -- what is refused --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("transform", [optax.adam(0.1), Rule("Adam", lr=0.1)], ids=["transform", "rule"])
+def test_an_optimizer_of_flax_nnx_takes_the_transform(transform: Any, policy: str) -> None:
+    """It registers a tree of `nnx.Param`, and its steps give trees of plain arrays."""
+    nnx = pytest.importorskip("flax.nnx")
+    with local_job(workers=1, policy=policy) as jobs, current_in_thread(jobs[0]):
+        model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
+        tx = syncline.jax.distribute(transform)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, gradients)
+            return loss
+
+        losses = []
+        for _ in range(4):
+            losses += [float(step(model, optimizer)) for _ in range(2)]
+            before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            params, state = tx.latest(nnx.state(model, nnx.Param), optimizer.opt_state)
+            nnx.update(model, params)
+            optimizer.opt_state = nnx.data(state)
+            after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), before, after)
+        assert losses[-1] < losses[0] / 2
+        assert {"kernel", "bias"} <= set(jobs[0].exchange.layout.where)
+
+
 def refused(words: str, kind: type[Exception] = LayoutError) -> Any:
     return pytest.raises(kind, match=words)
 
