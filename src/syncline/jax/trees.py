@@ -28,6 +28,11 @@ class Tree:
             _refuse_sparse(name, leaf)
             if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
                 raise LayoutError(f"{name!r} is a {type(leaf).__name__}; its leaves must be arrays or numbers")
+            if hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise LayoutError(
+                    f"{name!r} is a key of jax.random, which is no array of numbers; keep keys out of the "
+                    "parameters, and give an optimizer an old-style key: jax.random.PRNGKey(0)"
+                )
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise LayoutError(f"two leaves of the tree are named {twice!r}; rename one of them")
@@ -39,7 +44,8 @@ class Tree:
             _refuse_sparse(name, leaf)
         if structure != self._structure and list(self._by_name(tree, _is_sparse)) != self.names:
             raise LayoutError(self._difference(tree, what))
-        return list(leaves)
+        # A number of Python, or an array of NumPy, may have a type that JAX computes with another one for.
+        return [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
 
     def _by_name(self, tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

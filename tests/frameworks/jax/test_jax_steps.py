@@ -15,7 +15,7 @@ from jax.experimental import sparse
 
 import syncline
 import syncline.jax
-from syncline import ConfigError, LayoutError, Rule
+from syncline import ConfigError, LayoutError, Rule, RuleError
 from syncline.data import ArraySource, batches
 from syncline.jax import packages
 from syncline.testing import local_job
@@ -243,6 +243,29 @@ def test_trees_that_do_not_fit_are_named() -> None:
             syncline.jax.distribute(optax.sgd(0.1)).init({"a": jnp.ones(2, jnp.complex64)})
         with refused("takes an optax transform or a syncline.Rule, not function", ConfigError):
             syncline.jax.distribute(optax.sgd)
+        with refused(r"'a' is a key of jax\.random.*jax\.random\.PRNGKey\(0\)"):
+            syncline.jax.distribute(optax.sgd(0.1)).init({"a": jax.random.key(0)})
+
+
+def test_an_option_that_the_rule_does_not_have_is_named_by_a_compiled_step() -> None:
+    """Not by the callback, whose errors come out as errors of JAX."""
+    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+        tx, params = syncline.jax.distribute(Rule("Adam", lr=0.1)), {"a": jnp.ones(2)}
+        state = tx.init(params)
+        with refused("rule Adam has no option 'learning_rate'; it has: lr", RuleError):
+            jax.jit(lambda p: tx.update(p, state, p, learning_rate=0.5))(params)
+
+
+@pytest.mark.parametrize("transform", [optax.sgd(0.25), Rule("SGD", lr=0.25)], ids=["transform", "rule"])
+def test_numbers_of_python_and_arrays_of_numpy_have_the_types_of_jax(transform: Any) -> None:
+    """NumPy makes float64 of both, and gradients of them are float32."""
+    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+        params = {"a": np.ones(2), "b": 1.0}
+        tx = syncline.jax.distribute(transform)
+        params, state = tx.latest(params, tx.init(params))
+        updates, state = tx.update(jax.grad(lambda p: p["a"].sum() + p["b"])(params), state, params)
+        params = optax.apply_updates(params, updates)
+        assert (params["a"].dtype, params["a"].tolist(), float(params["b"])) == (jnp.float32, [0.75] * 2, 0.75)
 
 
 def test_settings_that_do_not_fit_say_what_to_use() -> None:
