@@ -13,14 +13,15 @@ import pytest
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ["README.md", "docs/guides/keras.md", "docs/guides/jax.md", "docs/guides/from-tensorflow.md"]
+GUIDES = ("keras.md", "jax.md", "numpy.md", "from-tensorflow.md")
+PAGES = ["README.md", *(f"docs/guides/{name}" for name in GUIDES)]
 
 
 def scripts() -> Iterator[object]:
     """The whole scripts of the pages, by page and number, as far as their frameworks are installed here."""
     for page in PAGES:
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)):
-            needs = set(re.findall(r"^(?:import|from) (keras|tensorflow|jax|optax)\b", block, re.MULTILINE))
+            needs = set(re.findall(r"^(?:import|from) (keras|tensorflow|jax|optax|sklearn)\b", block, re.MULTILINE))
             is_ours = "syncline.init()" in block
             if is_ours and needs and all(map(importlib.util.find_spec, needs)):
                 yield pytest.param(block, id=f"{page.rpartition('/')[2]}-{number}")

@@ -31,8 +31,8 @@ class Changes:
             return tree.listed(self._host.local_step(end, weight=weight) or end)
 
         new = self._calls.call(step, old, tree.leaves(updates, "updates"), old, weight)
-        return tree.build([after - before for after, before in zip(new, old, strict=True)]), state
+        return tree.build([after - before for after, before in zip(new, old, strict=True)], params), state
 
     def latest(self, params: Any, state: Any) -> tuple[Any, Any]:
         old = self._tree.leaves(params, "parameters")
-        return self._tree.build(placed(self._tree.listed(self._host.pull()), old)), state
+        return self._tree.build(placed(self._tree.listed(self._host.pull()), old), params), state

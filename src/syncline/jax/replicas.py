@@ -74,13 +74,13 @@ class Replicas:
         else:
             is_behind = bool(is_behind)
             here = placed(take(), own) if is_behind else own
-        at, inner = self._params.build(here[: len(old)]), self._state.build(here[len(old) :])
-        updates, state = self._transform.update(self._params.build(mean), inner, at, **extra)
+        at, inner = self._params.build(here[: len(old)], params), self._state.build(here[len(old) :], state)
+        updates, state = self._transform.update(self._params.build(mean, grads), inner, at, **extra)
         if is_behind is False:
             return updates, state
         changes = zip(here, self._params.leaves(updates, "updates"), old, strict=False)
         moved = [jax.numpy.where(is_behind, p + u - before, u) for p, u, before in changes]
-        return self._params.build(moved), state
+        return self._params.build(moved, updates), state
 
     def latest(self, params: Any, state: Any) -> tuple[Any, Any]:
         newest = self._steps.newest()
@@ -88,7 +88,7 @@ class Replicas:
             return params, state
         old, inner = self._params.leaves(params, "parameters"), self._state.leaves(state, "optimizer state")
         new = placed([*self._params.listed(newest), *self._decoded(newest)], [*old, *inner])
-        return self._params.build(new[: len(old)]), self._state.build(new[len(old) :])
+        return self._params.build(new[: len(old)], params), self._state.build(new[len(old) :], state)
 
 
 def _plain(leaves: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,31 +14,45 @@ from syncline.worker.host_memory import HostArray
 
 
 class Tree:
-    """The structure of a pytree; its leaves have the names of their paths: `params.Dense_0.kernel`."""
+    """The structure of a pytree; its leaves have the names of their paths: `params.Dense_0.kernel`.
+
+    Trees whose leaves have the same names are the same to it: `nnx.Optimizer` registers a tree of `nnx.Param`, and
+    gives its steps plain arrays.
+    """
 
     def __init__(self, tree: Any, prefix: str = "") -> None:
         pairs, self._structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_sparse)
-        self.names = [prefix + (_name(path) or "value") for path, _ in pairs]
+        self._prefix = prefix
+        self.names = [prefix + _name(path) for path, _ in pairs]
         for name, (_, leaf) in zip(self.names, pairs, strict=True):
             _refuse_sparse(name, leaf)
             if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
                 raise LayoutError(f"{name!r} is a {type(leaf).__name__}; its leaves must be arrays or numbers")
+            if hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise LayoutError(
+                    f"{name!r} is a key of jax.random, which is no array of numbers; keep keys out of the "
+                    "parameters, and give an optimizer an old-style key: jax.random.PRNGKey(0)"
+                )
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise LayoutError(f"two leaves of the tree are named {twice!r}; rename one of them")
 
     def leaves(self, tree: Any, what: str) -> list[Any]:
-        """The leaves of a tree of this structure; LayoutError for another one."""
+        """The leaves of a tree like this one; LayoutError for another one."""
         leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_sparse)
         for name, leaf in zip(self.names, leaves, strict=False):
             _refuse_sparse(name, leaf)
-        if structure != self._structure:
+        if structure != self._structure and list(self._by_name(tree, _is_sparse)) != self.names:
             raise LayoutError(self._difference(tree, what))
-        return list(leaves)
+        # A number of Python, or an array of NumPy, may have a type that JAX computes with another one for.
+        return [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
+
+    def _by_name(self, tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+        pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+        return {self._prefix + _name(path): leaf for path, leaf in pairs}
 
     def _difference(self, tree: Any, what: str) -> str:
-        pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
-        have = {_name(path) or "value": leaf for path, leaf in pairs}
+        have = self._by_name(tree, lambda leaf: leaf is None)
         missing = [name for name in self.names if have.get(name) is None]
         if missing and missing[0] in have:
             return f"{missing[0]!r} is None in the {what}; give zeros, e.g. jnp.zeros_like of the parameter"
@@ -49,8 +63,10 @@ class Tree:
             "another model"
         )
 
-    def build(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree_util.tree_unflatten(self._structure, list(leaves))
+    def build(self, leaves: Sequence[Any], like: Any = None) -> Any:
+        """A tree of these leaves, with the nodes of `like`: one of those that `leaves` takes."""
+        structure = self._structure if like is None else jax.tree_util.tree_structure(like, is_leaf=_is_sparse)
+        return jax.tree_util.tree_unflatten(structure, list(leaves))
 
     def named(self, leaves: Sequence[Any]) -> dict[str, HostArray]:
         """The leaves as NumPy arrays; in host memory they are not copied."""
@@ -61,7 +77,11 @@ class Tree:
 
 
 def _name(path: Sequence[Any]) -> str:
-    return str(jax.tree_util.keystr(tuple(path), simple=True, separator="."))
+    """The path, without the `value` of an `nnx.Variable` around each array."""
+    keys = list(path)
+    while keys and getattr(keys[-1], "name", "") == "value":
+        keys.pop()
+    return str(jax.tree_util.keystr(tuple(keys), simple=True, separator=".")) or "value"
 
 
 def _is_sparse(leaf: Any) -> bool:

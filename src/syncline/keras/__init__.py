@@ -10,11 +10,12 @@
 # data, passes, tf_source               dataset(): leased batches for `fit`, by epochs; a tf.data.Dataset as a source
 # versions                              the lowest that work
 
-from syncline.keras.versions import check_versions
+from syncline.keras.versions import check_versions, import_keras
 
 check_versions()
+import_keras()
 
-from syncline.keras.callback import Callback  # noqa: E402  # an old Keras is named before it fails to import
+from syncline.keras.callback import Callback  # noqa: E402  # what is old or missing is named first
 from syncline.keras.data import dataset  # noqa: E402
 from syncline.keras.optimizer import DistributedOptimizer  # noqa: E402
 

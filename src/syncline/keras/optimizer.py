@@ -51,6 +51,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
             inner.build(variables)
         super().build(variables)
         with backends.current().outside():
+            _check_values(variables)
             self._steps.begin(variables, inner, reason)
 
     @property
@@ -157,8 +158,8 @@ def _check(optimizer: Any, buffers: str) -> None:
 
 
 NOT_BUILT = (
-    "the model is not built, so there is nothing that workers could begin with; call model.build(input_shape), or "
-    "begin the model with keras.Input(shape)"
+    "the model is not built, or all of it is frozen, so there is nothing that workers could train; call "
+    "model.build(input_shape), begin the model with keras.Input(shape), or set model.trainable = True"
 )
 NO_LOSS_SCALE = (
     "mixed_float16 scales the loss, so workers would skip different steps; use "
@@ -176,4 +177,21 @@ def _check_types(variables: Sequence[Any]) -> None:
                 f"DistributedOptimizer: {getattr(variable, 'path', variable.name)} is {kind}, and parameters on "
                 'servers must be float32 or float64; with the policy "mixed_bfloat16" variables are float32 and '
                 "layers compute in bfloat16"
+            )
+
+
+def _check_values(variables: Sequence[Any]) -> None:
+    """The values are there, and of the types that Keras tells."""
+    for variable in variables:
+        name, kind = getattr(variable, "path", variable.name), keras.backend.standardize_dtype(variable.dtype)
+        value = to_host(variable)
+        if value.shape != tuple(variable.shape):  # TensorFlow makes it while it traces a graph
+            raise ConfigError(
+                f"DistributedOptimizer: {name} has no value yet, since the model was not built before its first "
+                "step; call model.build(input_shape), or begin the model with keras.Input(shape)"
+            )
+        if str(value.dtype) != kind:
+            raise ConfigError(
+                f"DistributedOptimizer: {name} is to be {kind}, and JAX has made it {value.dtype}; set "
+                "JAX_ENABLE_X64=1 before the start, or train in float32"
             )

@@ -244,7 +244,7 @@ class KerasSteps:
             raise ConfigError(
                 "the model is compiled with XLA (jit_compile), which cannot call the job from inside of a step: give "
                 "fit(callbacks=[syncline.keras.Callback()]), which does it after each step, or "
-                "compile(jit_compile=False)"
+                "compile(jit_compile=False); in a loop of your own leave jit_compile out of tf.function"
             )
         self.waits = True
 

@@ -10,6 +10,7 @@ from syncline.errors import ConfigError
 
 #: By package. The tests have passed with this Keras and this JAX, but not yet with this TensorFlow and this torch.
 LOWEST = {"keras": "3.10.0", "tensorflow": "2.17.0", "jax": "0.5.1", "torch": "2.4.0"}
+BACKENDS = ("tensorflow", "jax", "torch")
 #: The usual distributions of the package `tensorflow`.
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly")}
 
@@ -27,6 +28,24 @@ def check_versions(*packages: str) -> None:
                 f"{package} {found} is too old: {LOWEST[package]} or newer is needed; update it: "
                 f"pip install --upgrade '{package}>={LOWEST[package]}'"
             )
+
+
+def import_keras() -> None:
+    """Keras imports its backend: where that fails, says why and what to do."""
+    try:
+        importlib.import_module("keras")
+    except Exception as error:  # an old backend may fail in any way
+        named = str(getattr(error, "name", None) or "").partition(".")[0]
+        suspects = [named] if named in BACKENDS else [name for name in BACKENDS if installed(name)]
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            check_versions(*suspects)
+        except ConfigError as found:
+            reason = str(found)
+        raise ConfigError(
+            f"Keras cannot import its backend: {reason}. To use another one, set KERAS_BACKEND to one of "
+            f"{', '.join(BACKENDS)} before the start"
+        ) from error
 
 
 def installed(package: str) -> str:

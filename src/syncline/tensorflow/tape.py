@@ -83,6 +83,7 @@ class DistributedGradientTape:
                 passes.hand_out(job, tuple(names))
                 by_name = dict(zip(names, arrays, strict=True))
                 if tuple(names) not in known:
+                    _mind_broadcast(job)
                     known[tuple(names)] = MeanGradients(job, by_name)
                 means = known[tuple(names)].mean(by_name)
                 return [means[name] for name in names]
@@ -140,6 +141,16 @@ def broadcast_variables(variables: Sequence[Any], job: Job | None = None) -> Non
     values = job.kv.register([(name, variable.numpy()) for name, variable in pairs], Rule("Assign"))
     for name, variable in pairs:
         variable.assign(values[name])
+
+
+def _mind_broadcast(job: Job) -> None:
+    """Before the first mean gradient: the same change of different values gives different models."""
+    if job.world_size > 1 and not any(_broadcasts.get(job, ())):
+        job.notice(
+            "the workers of a DistributedGradientTape have not called broadcast_variables, or their model was not "
+            "built yet, so each may begin with values of its own. Call model.build(input_shape) and "
+            "broadcast_variables(model.trainable_variables) before the loop"
+        )
 
 
 def _check_life(job: Job) -> None:

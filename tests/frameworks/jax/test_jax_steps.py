@@ -15,7 +15,7 @@ from jax.experimental import sparse
 
 import syncline
 import syncline.jax
-from syncline import ConfigError, LayoutError, Rule
+from syncline import ConfigError, LayoutError, Rule, RuleError
 from syncline.data import ArraySource, batches
 from syncline.jax import packages
 from syncline.testing import local_job
@@ -185,6 +185,35 @@ def test_a_worker_that_is_asked_to_leave_ends_in_its_own_thread(transform: Any) 
 # -- what is refused --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("transform", [optax.adam(0.1), Rule("Adam", lr=0.1)], ids=["transform", "rule"])
+def test_an_optimizer_of_flax_nnx_takes_the_transform(transform: Any, policy: str) -> None:
+    """It registers a tree of `nnx.Param`, and its steps give trees of plain arrays."""
+    nnx = pytest.importorskip("flax.nnx")
+    with local_job(workers=1, policy=policy) as jobs, current_in_thread(jobs[0]):
+        model, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
+        tx = syncline.jax.distribute(transform)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, gradients)
+            return loss
+
+        losses = []
+        for _ in range(4):
+            losses += [float(step(model, optimizer)) for _ in range(2)]
+            before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            params, state = tx.latest(nnx.state(model, nnx.Param), optimizer.opt_state)
+            nnx.update(model, params)
+            optimizer.opt_state = nnx.data(state)
+            after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), before, after)
+        assert losses[-1] < losses[0] / 2
+        assert {"kernel", "bias"} <= set(jobs[0].exchange.layout.where)
+
+
 def refused(words: str, kind: type[Exception] = LayoutError) -> Any:
     return pytest.raises(kind, match=words)
 
@@ -214,6 +243,29 @@ def test_trees_that_do_not_fit_are_named() -> None:
             syncline.jax.distribute(optax.sgd(0.1)).init({"a": jnp.ones(2, jnp.complex64)})
         with refused("takes an optax transform or a syncline.Rule, not function", ConfigError):
             syncline.jax.distribute(optax.sgd)
+        with refused(r"'a' is a key of jax\.random.*jax\.random\.PRNGKey\(0\)"):
+            syncline.jax.distribute(optax.sgd(0.1)).init({"a": jax.random.key(0)})
+
+
+def test_an_option_that_the_rule_does_not_have_is_named_by_a_compiled_step() -> None:
+    """Not by the callback, whose errors come out as errors of JAX."""
+    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+        tx, params = syncline.jax.distribute(Rule("Adam", lr=0.1)), {"a": jnp.ones(2)}
+        state = tx.init(params)
+        with refused("rule Adam has no option 'learning_rate'; it has: lr", RuleError):
+            jax.jit(lambda p: tx.update(p, state, p, learning_rate=0.5))(params)
+
+
+@pytest.mark.parametrize("transform", [optax.sgd(0.25), Rule("SGD", lr=0.25)], ids=["transform", "rule"])
+def test_numbers_of_python_and_arrays_of_numpy_have_the_types_of_jax(transform: Any) -> None:
+    """NumPy makes float64 of both, and gradients of them are float32."""
+    with local_job(workers=1) as jobs, current_in_thread(jobs[0]):
+        params = {"a": np.ones(2), "b": 1.0}
+        tx = syncline.jax.distribute(transform)
+        params, state = tx.latest(params, tx.init(params))
+        updates, state = tx.update(jax.grad(lambda p: p["a"].sum() + p["b"])(params), state, params)
+        params = optax.apply_updates(params, updates)
+        assert (params["a"].dtype, params["a"].tolist(), float(params["b"])) == (jnp.float32, [0.75] * 2, 0.75)
 
 
 def test_settings_that_do_not_fit_say_what_to_use() -> None:

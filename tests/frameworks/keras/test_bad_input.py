@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -123,6 +124,22 @@ def test_a_model_that_is_not_built(job: Job) -> None:
         callback.on_train_begin()
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="other backends build it before the first step")
+def test_a_model_that_its_first_step_builds(job: Job) -> None:
+    """Without the callback: its variables are made while TensorFlow traces the step."""
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile(optimizer=syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with pytest.raises(syncline.ConfigError, match=r"has no value yet.*model\.build\(input_shape\)"):
+        model.fit(syncline.keras.dataset((X, X[:, :2]), 16), verbose=0)
+
+
+def test_a_model_in_which_nothing_is_trained(job: Job) -> None:
+    model = model_of()
+    model.trainable = False
+    with pytest.raises(syncline.ConfigError, match=r"all of it is frozen.*model\.trainable = True"):
+        fit(model)
+
+
 def test_a_tape_loop_with_a_model_that_is_not_built(job: Job) -> None:
     with pytest.raises(syncline.ConfigError, match=r"not built.*model\.build\(input_shape\)"):
         syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)).build([])
@@ -173,6 +190,16 @@ def test_mixed_float16(job: Job) -> None:
 def test_variables_that_servers_do_not_host(job: Job) -> None:
     keras.mixed_precision.set_global_policy("float16")
     with pytest.raises(syncline.ConfigError, match="float16, and parameters on servers must be float32 or float64"):
+        fit(model_of())
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="the other backends have float64")
+def test_float64_where_jax_has_none(job: Job) -> None:
+    """Keras goes on saying float64, and the compiled step failed."""
+    keras.mixed_precision.set_global_policy("float64")
+    with pytest.raises(
+        syncline.ConfigError, match=r"is to be float64, and JAX has made it float32.*JAX_ENABLE_X64=1"
+    ):
         fit(model_of())
 
 
@@ -241,6 +268,26 @@ def test_a_missing_framework_is_named() -> None:
     with pytest.raises(syncline.ConfigError, match="nothing-of-this-name is not installed here; install it"):
         versions.check_versions("nothing-of-this-name")
     del versions.LOWEST["nothing-of-this-name"]
+
+
+@pytest.mark.parametrize("adapter", ["syncline.keras", "syncline.tensorflow"])
+@pytest.mark.parametrize("is_old", [False, True], ids=["missing", "old"])
+def test_a_backend_that_keras_cannot_import_is_named(tmp_path: pathlib.Path, adapter: str, is_old: bool) -> None:
+    """Keras itself says no more than that there is no such module, or what an old one does not have."""
+    backend = next(name for name in versions.BACKENDS if importlib.util.find_spec(name) is None)
+    if is_old:
+        (tmp_path / backend).mkdir()
+        (tmp_path / backend / "__init__.py").write_text("raise AttributeError('a name that Keras needs')")
+        info = tmp_path / f"{backend}-0.1.2.dist-info" / "METADATA"
+        info.parent.mkdir()
+        info.write_text(f"Metadata-Version: 2.1\nName: {backend}\nVersion: 0.1.2\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": path}
+    command = [sys.executable, "-c", f"import {adapter}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    found = "0.1.2 is too old" if is_old else "is not installed here"
+    expected = f"ConfigError: Keras cannot import its backend: {backend} {found}"
+    assert expected in done.stderr and "set KERAS_BACKEND" in done.stderr, done.stderr
 
 
 def test_no_other_framework_is_imported(commands: Commands) -> None:

@@ -210,6 +210,15 @@ def test_a_tape_needs_rounds(commands: Commands, graph: bool) -> None:
     assert "Graph execution error" not in result.output, "TensorFlow has wrapped the error"
 
 
+def test_a_tape_without_the_first_values_of_the_chief_is_told(commands: Commands) -> None:
+    """Its workers make the same steps, and may begin with different values."""
+    text = script("tape", graph=False)
+    without = text.replace("broadcast_variables(model.trainable_variables)", "pass")
+    for each, is_told in ((text, False), (without, True)):
+        result = commands.run("run", "-w", "2", "-s", "1", commands.script(each))
+        assert result.code == 0 and ("have not called broadcast_variables" in result.output) == is_told, result.output
+
+
 @pytest.mark.parametrize("more", [(), ("--tape",)], ids=["optimizer", "tape"])
 def test_the_example_at_a_small_size(commands: Commands, more: tuple[str, ...]) -> None:
     words = [str(EXAMPLES / "tensorflow_loop.py"), "--epochs", "1", "--samples", "6000", *more]
