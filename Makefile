@@ -57,7 +57,7 @@ soak: setup data ## an hour and more
 test-frameworks: data ## Keras, TensorFlow, JAX and mixed jobs, each in an environment of its own: FRAMEWORKS="jax mixed"
 	@PYTHON="$(PYTHON)" sh tools/test_frameworks.sh "$(FRAMEWORKS)" $(ARGS)
 
-test-engines: setup ## jobs started by Open MPI, MPICH and torchrun; as root on Debian it installs what is missing
+test-engines: setup ## jobs on Open MPI, MPICH, torchrun and Slurm, manifests for Kubernetes; as root on Debian it installs what is missing
 	@sh tools/test_engines.sh $(ARGS)
 
 test-page: setup ## the web page in a real browser, and a real Prometheus; as root on Debian it installs what is missing

@@ -1,12 +1,17 @@
 #!/bin/sh
-# Runs tests/engines: jobs that Open MPI, MPICH's Hydra and torchrun start. Called by `make test-engines`, with arguments
-# of pytest. As root on Debian it installs the engines that are missing; what is still missing is skipped, with the reason.
+# Runs tests/engines: jobs that Open MPI, MPICH's Hydra, torchrun and Slurm start, and manifests for Kubernetes. Called by
+# `make test-engines`, with arguments of pytest. As root on Debian it installs the engines that are missing; what is still
+# missing is skipped, with the reason. Slurm's own services are not started: the tests start daemons of their own.
 set -eu
 cd "$(dirname "$0")/.."
 
 missing=""
 command -v mpirun.openmpi >/dev/null || missing="$missing openmpi-bin"
 command -v mpiexec.hydra >/dev/null || missing="$missing mpich"
+PATH="$PATH:/usr/sbin"
+command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null ||
+    missing="$missing slurm-wlm"
+command -v munged >/dev/null || missing="$missing munge"
 if [ -n "$missing" ]; then
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
         export DEBIAN_FRONTEND=noninteractive
@@ -17,5 +22,18 @@ if [ -n "$missing" ]; then
         echo "test-engines: missing$missing; on Debian: apt-get install$missing" >&2
     fi
 fi
+
+# What validates manifests: small packages beside the environment, not in it.
+validators=.venv-validators
+if ! [ -f "$validators/.ready" ]; then
+    rm -rf "$validators"
+    if timeout 120 .venv/bin/python -m pip install -q --disable-pip-version-check --target "$validators" \
+        "kubernetes-validate>=1.37" "kubeflow-trainer-api>=2.3" >&2; then
+        touch "$validators/.ready"
+    else
+        echo "test-engines: could not install kubernetes-validate and kubeflow-trainer-api" >&2
+    fi
+fi
+export SYNCLINE_TEST_VALIDATORS="$PWD/$validators"
 
 exec .venv/bin/python -m pytest -q -rs tests/engines -m engines "$@"

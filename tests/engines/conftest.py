@@ -14,7 +14,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
+from tests.engines.clusters import Cluster
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
+
+from syncline.store.disk import MANIFEST
 
 BIN = os.path.dirname(sys.executable)
 MPI = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpiexec.hydra": []}
@@ -35,11 +38,19 @@ def torchrun(*arguments: str) -> list[str]:
 class Engine:
     """Starts commands in a folder of its own, and sees that nothing of them is left."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: pathlib.Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: what the engine's own commands need."""
+        self.folder, self.environment = folder, dict(environment or {})
         self.cache = folder / "cache"
         self._started: list[subprocess.Popen[str]] = []
         self.settings()
+
+    def leave_out_torch(self) -> None:
+        """Members do not load it, which takes most of the time of a small job: servers compute with NumPy."""
+        folder = self.folder / "without"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text('import sys\nsys.modules["torch"] = None\n')
+        self.environment["PYTHONPATH"] = str(folder)
 
     def settings(self, text: str = "") -> None:
         said = text.partition("=")[0].strip()
@@ -52,7 +63,7 @@ class Engine:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE_")}
-        own = {"XDG_CACHE_HOME": str(self.cache), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        own = {"XDG_CACHE_HOME": str(self.cache), "PATH": f"{BIN}:{os.environ['PATH']}", **self.environment}
         process = subprocess.Popen(
             list(words),
             cwd=self.folder,
@@ -83,6 +94,15 @@ class Engine:
             time.sleep(0.05)
         return path.read_text()
 
+    def wait_for_save(self, name: str, *processes: subprocess.Popen[str]) -> None:
+        """Waits until this folder has a whole checkpoint."""
+        until = time.monotonic() + JOB_PATIENCE
+        while not list((self.folder / name).glob(f"*/{MANIFEST}")):
+            for process in processes:
+                assert process.poll() is None, self.finish(process)[1]
+            assert time.monotonic() < until, f"nothing was saved in {name}"
+            time.sleep(0.05)
+
     def left(self) -> list[str]:
         """The command lines of processes that run in this folder."""
         found = []
@@ -91,6 +111,18 @@ class Engine:
                 if entry.name.isdigit() and pathlib.Path(os.readlink(entry / "cwd")) == self.folder:
                     words = (entry / "cmdline").read_bytes().decode().split("\0")
                     found += [" ".join(words)] if words != [""] else []
+            except OSError:
+                continue
+        return found
+
+    def members(self, name: str) -> list[int]:
+        """The processes of this member that run in this folder."""
+        found = []
+        for entry in pathlib.Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
+                if name in words and pathlib.Path(os.readlink(entry / "cwd")) == self.folder:
+                    found.append(int(entry.name))
             except OSError:
                 continue
         return found
@@ -114,6 +146,31 @@ class Engine:
 
 def finished_well(output: str, ranks: int) -> bool:
     return re.search(rf"the job has finished: all {ranks} workers ended well", output) is not None
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Slurm with four nodes, for all tests of this run."""
+    made = Cluster(tmp_path_factory.mktemp("slurm").resolve() / "cluster")
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, tmp_path: pathlib.Path) -> Iterator[Engine]:
+    """Commands of Slurm, in a folder of their own. All nodes are on this machine, and its loopback reaches them."""
+    path = f"{BIN}:{cluster.environment['PATH']}"
+    made = Engine(tmp_path.resolve(), {**cluster.environment, "PATH": path})
+    made.settings('bind = "127.0.0.1"')
+    made.leave_out_torch()
+    try:
+        yield made
+    finally:
+        cluster.cancel_all()
+        made.close()
 
 
 @pytest.fixture

@@ -22,33 +22,37 @@ SUMS = """
     job.barrier("done")
     print(f"{job.name} of {job.world_size}: {job.kv.pull()['x']}", flush=True)
 """
-#: Says its process id and waits for its death; started again, it goes on from the checkpoint and ends.
+#: Says its process id and steps on until its death, so that saves can end; started again, it makes ten more steps.
 DIES = """
     import os, pathlib, time
     import numpy as np, syncline
     job = syncline.init()
     job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
-    steps, first = 30, pathlib.Path(f"pid-{job.name}").exists()
-    for step in job.steps(steps):
+    first, begin = not pathlib.Path(f"pid-{job.name}").exists(), job.kv.pull()["x"][0]
+    for step in range(10**9 if first else 10):
         job.kv.push({"x": np.ones(3)}).wait()
-        if step == 19 and not first:
+        if first:
+            time.sleep(0.01)
+        if first and step == 9:
             job.barrier("pids")
             pathlib.Path(f".pid-{job.name}").write_text(str(os.getpid()))
             os.rename(f".pid-{job.name}", f"pid-{job.name}")
-            while True:
-                time.sleep(0.01)
     job.barrier("done")
-    print(f"{job.name} ends at {job.kv.pull()['x'][0]:g} after {job.own_step} steps", flush=True)
+    print(f"{job.name} began at {begin:g} and ends at {job.kv.pull()['x'][0]:g}", flush=True)
 """
 
 #: The death of a rank is seen at once, as in a job without settings.
 SOON = "suspect_seconds = 0.3"
 
 
-def sums_are_right(output: str, ranks: int) -> None:
+def sums_of(output: str, ranks: int) -> None:
     for rank in range(ranks):
         assert f"worker-{rank} of {ranks}: [-5. -5. -5.]" in output, output
     assert finished_well(output, ranks), output
+
+
+def sums_are_right(output: str, ranks: int) -> None:
+    sums_of(output, ranks)
     assert output.count("the death of any rank ends the job: ") == 1, output
 
 
@@ -78,20 +82,22 @@ def test_a_ring_has_its_servers_in_the_ranks(engine: Engine) -> None:
 
 
 def test_the_death_of_a_rank_ends_the_job_and_the_same_command_goes_on(engine: Engine) -> None:
-    """With the options of worker-env; a save has been made before the death."""
+    """With the options of worker-env. The death comes after a whole save, or there would be nothing to go on from."""
     words = ["syncline", "worker-env", "-s", "2", "--checkpoint", "saves", "--save-every", "5steps"]
     command = mpirun("mpirun.openmpi", 2, *words, "python", engine.script(DIES))
     engine.settings(SOON)
     process = engine.start(command)
     pid = int(engine.wait_for("pid-worker-1", process))
+    engine.wait_for_save("saves", process)
     os.kill(pid, signal.SIGKILL)
     code, output = engine.finish(process)
     assert code != 0 and re.search(r"rank 1\b", output), output
     engine.check_nothing_left()
     code, output = engine.run(command)
     assert code == 0 and finished_well(output, 2), output
-    ends = re.findall(r"worker-[01] ends at -30 after (\d+) steps", output)
-    assert len(ends) == 2 and all(int(steps) < 30 for steps in ends), output
+    ends = re.findall(r"worker-[01] began at (-?\d+) and ends at (-\d+)", output)
+    assert len(ends) == 2, output
+    assert all(int(begin) <= -5 and int(end) == int(begin) - 10 for begin, end in ends), output
 
 
 @pytest.mark.parametrize("has_token", [False, True], ids=["own token", "token file"])

@@ -40,7 +40,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings, for machines.")] = False,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="ENGINE", help="Check an engine instead: mpi or torchrun.")
+        str | None,
+        typer.Option("--on", metavar="ENGINE", help="Check an engine: mpi, torchrun, slurm, kubernetes."),
     ] = None,
 ) -> None:
     """Looks at what jobs need on this machine, and says what to do about what is missing.

@@ -67,6 +67,61 @@ def token() -> Finding:
     return Finding("ok", f"ranks on one host make their own in {own}; several hosts need SYNCLINE_TOKEN_FILE: {HOW}")
 
 
+def slurm() -> Finding:
+    """Slurm's commands, which login nodes and compute nodes have."""
+    missing = [name for name in ("srun", "sbatch", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
+    if missing:
+        remedy = "run this on a login node of the cluster, or load its module"
+        return Finding("problem", f"there is no {', '.join(missing)}", remedy)
+    return Finding("ok", _run(["srun", "--version"]).stdout.strip())
+
+
+def slurm_answers() -> Finding:
+    """The controller, and what its partitions have."""
+    if shutil.which("sinfo") is None:
+        return Finding("problem", "nothing to ask", "install Slurm's commands first")
+    try:
+        done = _run(["sinfo", "--noheader", "--format=%P: %D nodes, %a, %c cores, gres %G, limit %l"])
+    except subprocess.TimeoutExpired:
+        remedy = "ask the cluster's administrators; scontrol ping says which controller is down"
+        return Finding("problem", f"the controller did not answer within {TRY_SECONDS:g} s", remedy)
+    if done.returncode:
+        return Finding("problem", done.stderr.strip()[:300], "correct what this names; SLURM_CONF says which cluster")
+    return Finding("ok", "; ".join(" ".join(line.split()) for line in done.stdout.splitlines()[:8]))
+
+
+def shared_folder() -> Finding:
+    """Whether other hosts may see the working folder: the kind of its disk."""
+    here = pathlib.Path.cwd()
+    kind = _run(["stat", "--file-system", "--format=%T", str(here)]).stdout.strip()
+    if kind in _OWN_DISKS:
+        remedy = "start jobs in a folder on a disk that all nodes share, or use the same paths and data on each node"
+        return Finding("warning", f"{here} is on a disk of this host ({kind})", remedy)
+    return Finding("ok", f"{here} ({kind or 'kind unknown'})")
+
+
+def kubectl() -> Finding:
+    path = shutil.which("kubectl")
+    if path is None:
+        return Finding("warning", "there is no kubectl", "install it; syncline manifest itself does without")
+    return Finding("ok", path)
+
+
+def cluster_answers() -> Finding:
+    """The API server, and whether it knows JobSets."""
+    if shutil.which("kubectl") is None:
+        return Finding("warning", "nothing to ask with", "install kubectl first")
+    try:
+        done = _run(["kubectl", "api-resources", "--api-group=jobset.x-k8s.io", "--output=name"])
+    except subprocess.TimeoutExpired:
+        return Finding("problem", f"the cluster did not answer within {TRY_SECONDS:g} s", "see kubectl cluster-info")
+    if done.returncode:
+        return Finding("problem", done.stderr.strip()[:300], "correct what this names; see kubectl cluster-info")
+    if "jobsets" not in done.stdout:
+        return Finding("warning", "the cluster knows no JobSets", "use syncline manifest --plain, or install JobSet")
+    return Finding("ok", "the cluster answers, and knows JobSets")
+
+
 def _tried(command: list[str]) -> Finding:
     try:
         done = _run(command)
@@ -84,10 +139,13 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+_OWN_DISKS = frozenset({"ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs", "ramfs"})
 #: By the engine's name.
 ENGINES: Mapping[str, tuple[Check, ...]] = {
     "mpi": (Check("mpirun", mpi), Check("a process", mpi_starts), Check("token", token)),
     "torchrun": (Check("torchrun", torchrun), Check("a process", torchrun_starts), Check("token", token)),
+    "slurm": (Check("Slurm", slurm), Check("the cluster", slurm_answers), Check("working folder", shared_folder)),
+    "kubernetes": (Check("kubectl", kubectl), Check("the cluster", cluster_answers)),
 }
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "server": Command("Starts one server of a job by hand.", "roles"),
     "worker": Command("Starts one worker of a job by hand.", "roles", runs_script=True),
     "worker-env": Command("Runs a command as one rank of mpirun, torchrun or srun.", "worker_env", runs_script=True),
+    "manifest": Command("Prints a job for Kubernetes.", "manifest", runs_script=True),
     "status": Command("Shows how a running job stands; without JOB, lists the jobs.", "status"),
     "ls": Command("Lists the jobs of this machine, those that run first.", "status"),
     "page": Command("Prints a link to a job's web page; without JOB, serves the runs that have ended.", "page"),

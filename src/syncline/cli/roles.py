@@ -51,6 +51,12 @@ def coordinator(
             "-w", "--workers", metavar="N|MIN:MAX", help="Number of workers, or the least and most. [default: 1]"
         ),
     ] = None,
+    made: Annotated[
+        bool,
+        typer.Option(
+            "--made", help="The job file is one that syncline manifest has made: begin its job, or resume it."
+        ),
+    ] = False,
     **said: Any,
 ) -> None:
     """Starts a job's coordinator by hand.
@@ -61,6 +67,8 @@ def coordinator(
 
     Example:  syncline coordinator --job job.json -w 2 -s 1
     """
+    if made:
+        raise typer.Exit(_begin_made(job, str(said.get("bind") or "")))
     if job.exists():
         raise typer.Exit(_resume(job))
     launch = settings_of(said) | (parse_workers(workers) if workers is not None else {})
@@ -93,6 +101,16 @@ def _resume(job: pathlib.Path) -> int:
         sock.listen(128)
         with sock:
             return coordinate(job, file, sock, resumes=True)
+
+
+def _begin_made(job: pathlib.Path, bind: str) -> int:
+    """Begins the job of a file that was made before, at its port; or resumes it, where it has begun."""
+    file = jobfile.read(job)
+    config = configuration.resolve(file.given)
+    resumes = (file.folder / JOURNAL).exists()
+    with hold(config, keeps=resumes), tcp.bind(bind or file.host, file.port) as sock:
+        sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")
+        return coordinate(job, file, sock, resumes=resumes)
 
 
 def coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from syncline.errors import ConfigError
 from syncline.launch.hosts import parse_workers
 from syncline.launch.own_codecs import check_own_codecs
 from syncline.launch.running import Script, check_script, run_job, settle_here
+
+if TYPE_CHECKING:
+    from syncline.engines.slurm import SlurmStep
 
 
 @takes_job_options
@@ -54,6 +57,46 @@ def run(
     log_format: Annotated[
         str | None, typer.Option("--log-format", metavar="text|json", help="How lines are written. [default: text]")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENGINE",
+            help="slurm: submit a batch job; in a step of srun, every task is a worker. local: here, whatever "
+            "environment this is. [default: slurm in a step of srun, else local]",
+        ),
+    ] = None,
+    slurm_hosts: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="Slurm: number of nodes. [default: 1]")
+    ] = None,
+    gpus_per_host: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-node", metavar="N", help="Slurm: GPUs of each node; one worker on each. [default: 0]"
+        ),
+    ] = None,
+    cpus_per_host: Annotated[
+        int | None,
+        typer.Option("--cpus-per-node", metavar="N", help="Slurm: cores of each node. [default: whole nodes]"),
+    ] = None,
+    time: Annotated[str | None, typer.Option(metavar="H:MM:SS", help="Slurm: time limit.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: partition of the cluster.")] = None,
+    requeue: Annotated[
+        bool,
+        typer.Option(
+            "--requeue",
+            help="Slurm: before the time limit save, requeue and go on from the checkpoint; also after "
+            "the loss of the first node.",
+        ),
+    ] = False,
+    engine_options: Annotated[
+        str | None, typer.Option(metavar="OPTIONS", help="More options for sbatch, e.g. '--account=x --mem=64G'.")
+    ] = None,
+    queue_seconds: Annotated[
+        float | None, typer.Option(help="Deadline for a submitted job to start. [default: none]")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave the submitted job to Slurm, and end at once.")
+    ] = False,
     **said: Any,
 ) -> None:
     """Runs a whole job.
@@ -66,7 +109,27 @@ def run(
     Example:  syncline run -w 2:8 -s 2 --replicas 2 --policy bounded:2 train.py --epochs 3
     """
     own = {"workers": workers, "max_restarts": max_restarts, "hosts": hosts, "remote": remote, "env": env}
-    given, config, target = prepare({"script": script, "arguments": arguments, "module": module, **own, **said})
+    told = {"script": script, "arguments": arguments, "module": module, **own, **said}
+    asked = {
+        "hosts": slurm_hosts, "gpus_per_host": gpus_per_host, "cpus_per_host": cpus_per_host, "time": time,
+        "partition": partition, "requeue": requeue or None, "options": engine_options,
+    }  # fmt: skip
+    asked = {name: value for name, value in asked.items() if value is not None}
+    step = step_here() if on in (None, "slurm") else None
+    if step is not None:
+        from syncline.cli.slurm import run_task
+
+        raise typer.Exit(run_task(told, step))
+    if on == "slurm":
+        from syncline.cli.slurm import run_job_on_slurm
+
+        raise typer.Exit(run_job_on_slurm(told, asked, queue_seconds or 0.0, detach=detach))
+    if on not in (None, "local"):
+        raise ConfigError(f"--on {on}: must be local or slurm")
+    if asked or detach or queue_seconds:
+        first = next(iter(asked), "detach" if detach else "queue_seconds")
+        raise ConfigError(f"--{_FLAGS.get(first, first.replace('_', '-'))} is for Slurm: add --on slurm")
+    given, config, target = prepare(told)
     if log_format not in (None, "text", "json"):
         raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
     with TerminalScreen(config.policy, quiet=quiet, as_json=log_format == "json") as screen:
@@ -74,14 +137,46 @@ def run(
     raise typer.Exit(code)
 
 
-def prepare(said: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig, Script]:
-    """What `run` was told, by the names of its parameters: the settings that are given, all settings, the script."""
+#: Where a flag is not its parameter's name.
+_FLAGS = {
+    "hosts": "nodes",
+    "gpus_per_host": "gpus-per-node",
+    "cpus_per_host": "cpus-per-node",
+    "options": "engine-options",
+}
+
+
+def step_here() -> SlurmStep | None:
+    """The step of srun with several tasks that has started this process as one of them."""
+    environment = configuration.inherited_environment({})
+    if not environment.get("SLURM_STEP_NODELIST"):
+        return None
+    from syncline.engines.slurm import step_of
+
+    step = step_of(environment)
+    return step if step is not None and (step.num_tasks > 1 or environment.get(AS_STEP)) else None
+
+
+#: Set by a submitted job: its step is one even with a single task.
+AS_STEP = "SYNCLINE_SLURM_STEP"
+
+
+def prepare(
+    said: Mapping[str, Any], place: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> tuple[dict[str, Any], JobConfig, Script]:
+    """What `run` was told, by the names of its parameters: the settings that are given, all settings, the script.
+    `place` adds where the members are to run.
+    """
     launch = settings_of(said)
     target = chosen_script(launch.pop("script", None), launch.pop("module", None), launch.pop("arguments", []))
     for shown in ("quiet", "log_format"):  # of the screen, not of the job
         launch.pop(shown, None)
     workers = launch.pop("workers", None)
-    launch.update(parse_workers(workers) if workers is not None else _default_workers(launch))
+    if workers is not None:
+        launch.update(parse_workers(workers))
+    elif place is dict:
+        launch.update(_default_workers(launch))
+    launch = place(launch)
     check_script(target)
     given, config = settle_here(launch)
     check_own_codecs(config, "" if target.is_module else target.path)

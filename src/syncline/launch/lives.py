@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from syncline.core.wire.control import Standings
 from syncline.launch.engine import Engine
 from syncline.launch.forwarding import Forwarder
@@ -57,6 +59,8 @@ class Life:
         """Describes the end; a kill by the launcher is not blamed on the machine."""
         if self.is_ended_here:
             return "was evicted, and ended by the launcher"
+        if self.process.fate:
+            return self.process.fate
         return describe_exit(code, is_out_of_memory=self.is_out_of_memory)
 
 
@@ -97,6 +101,8 @@ class Lives:
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
         process = self._engine.start(plan)
+        if process.host != plan.host:
+            plan = msgspec.structs.replace(plan, host=process.host)
         forwarder = Forwarder(plan.name, process.output, functools.partial(self._forward, plan.name))
         kills = self._oom_kills.at_start(process.pid)
         self._current[plan.name] = life = Life(plan, process, forwarder, oom_kills_at_start=kills)

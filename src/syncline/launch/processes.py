@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
@@ -50,11 +50,39 @@ class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     loads_torch: bool = False  #: it will; with the fork server it has it already
 
 
-class MemberProcess:
-    """A started member. `output` has its standard output and error, in the order they were written."""
+class MemberProcess(Protocol):
+    """A started member, wherever it runs."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-        self.name, self._process = name, process
+    name: str
+    host: str  #: where it runs, which may be another host than the one that was asked for
+    output: IO[bytes]  #: its standard output and error, in the order they were written
+    pid: int  #: 0: it is not a process of this host
+    fate: str  #: how it ended, in words, where its exit code does not say it
+
+    def poll(self) -> int | None:
+        """How it ended; None: it lives."""
+
+    def signal(self, number: int) -> None:
+        """To the member and what it started itself."""
+
+    def stop(self, seconds: float) -> None:
+        """Asks it to end, then makes it."""
+
+    def tell(self, word: bytes) -> None:
+        """Says something about the job's end over its lifeline."""
+
+    def close_lifeline(self) -> None:
+        """Lets it end by itself."""
+
+    def kill(self) -> None:
+        """Ends it at once, and waits for that."""
+
+
+class LocalProcess:
+    """A member as a child process: of this host, or a command like ssh that runs it on another one."""
+
+    def __init__(self, name: str, host: str, process: subprocess.Popen[bytes] | ForkedProcess) -> None:
+        self.name, self.host, self._process, self.fate = name, host, process, ""
         assert process.stdout is not None
         self.output: IO[bytes] = process.stdout
         self.pid = process.pid
@@ -110,7 +138,7 @@ class MemberProcess:
 def command_for(plan: MemberPlan, remote: str) -> list[str]:
     """The command line that starts a member; nothing secret is on it."""
     command = [sys.executable, "-m", "syncline.launch.member", plan.name]
-    if plan.host in LOCAL_HOSTS:
+    if not remote or plan.host in LOCAL_HOSTS:
         return command
     try:
         prefix = [word.format(host=plan.host) for word in shlex.split(remote)]
@@ -121,12 +149,14 @@ def command_for(plan: MemberPlan, remote: str) -> list[str]:
     return prefix + ([shlex.quote(word) for word in command] if through_shell else command)
 
 
-def start_member(plan: MemberPlan, remote: str = "", fork_server: ForkServer | None = None) -> MemberProcess:
-    """Starts a member and hands it its plan. The fork server, if there is one, starts those here that load torch."""
+def start_member(plan: MemberPlan, remote: str = "", fork_server: ForkServer | None = None) -> LocalProcess:
+    """Starts a member and hands it its plan; without `remote`, here. The fork server, if there is one, starts those
+    here that load torch.
+    """
     # When it starts again, what a test wants to happen has happened.
     extra = {"SYNCLINE_FAULT": ""} if plan.starts_again else {}
     process: subprocess.Popen[bytes] | ForkedProcess | None = None
-    if fork_server is not None and plan.loads_torch and plan.host in LOCAL_HOSTS:
+    if fork_server is not None and plan.loads_torch and (not remote or plan.host in LOCAL_HOSTS):
         process = fork_server.fork(plan.name, extra)
     if process is None:
         command = command_for(plan, remote)
@@ -143,7 +173,7 @@ def start_member(plan: MemberPlan, remote: str = "", fork_server: ForkServer | N
         process.stdin.flush()
     except OSError:
         pass  # it has ended already; its exit code and output will say why
-    return MemberProcess(plan.name, process)
+    return LocalProcess(plan.name, plan.host, process)
 
 
 def _start(command: list[str], kept: tuple[int, ...], extra: dict[str, str]) -> subprocess.Popen[bytes]:

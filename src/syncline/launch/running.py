@@ -132,8 +132,11 @@ def run_job(
     script: Script,
     screen: Screen,
     start: Callable[[Engine, MemberPlan], MemberProcess] | None = None,
+    make_engine: Callable[[JobConfig, ForkServer | None], Engine] | None = None,
 ) -> int:
-    """`syncline run`: runs one job; returns the exit code. `start` starts its members in place of the engine."""
+    """`syncline run`: runs one job; returns the exit code. `start` starts its members in place of the engine.
+    `make_engine`: where they run; without it, on this host and those of `hosts`.
+    """
     if not config.replicas:
         given = settle_servers(given, config, server_hosts(config))
         config = configuration.resolve(given)
@@ -145,7 +148,7 @@ def run_job(
         fork_server = (
             ForkServer(lambda text: screen.line("launcher", f"syncline: {text}")) if config.preload else None
         )
-        engine = engine_of(config, fork_server)
+        engine = (make_engine or engine_of)(config, fork_server)
         if start is not None:
             engine = Attended(engine, start)
         page = page_socket(config)

@@ -6,6 +6,16 @@ A frame holds one message; its number is its index in `MESSAGES`.
 from __future__ import annotations
 
 from syncline.core.metrics import Metrics, Steer
+from syncline.core.wire.agents import (
+    AgentAlive,
+    AgentJoin,
+    EndAgent,
+    MemberEnded,
+    MemberOutput,
+    SignalMember,
+    StartMember,
+    TellMember,
+)
 from syncline.core.wire.checkpoints import (
     AskResume,
     CloseSnapshotBarrier,
@@ -155,8 +165,8 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 15
-ROLES = ("coordinator", "server", "worker", "launcher")
+PROTOCOL = 16
+ROLES = ("coordinator", "server", "worker", "launcher", "agent")
 
 MESSAGES: tuple[type[Message], ...] = (
     Done, Refused, Join, Joined, Rejoin, Roster, AskRoster, Heartbeat, Enter, Entered, Retire, Scale, AskStatus,
@@ -176,6 +186,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
     AskLife, GivenLife, NoteScript, AskNominal, GivenNominal, AttachDevice, AttachedDevice,
     DetachDevice, AskPage, GivenPage,
+    AgentJoin, AgentAlive, StartMember, TellMember, SignalMember, MemberOutput, MemberEnded, EndAgent,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -200,6 +211,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, StartMember, TellMember, SignalMember, EndAgent,
     }),
+    "agent": frozenset({AgentJoin, AgentAlive, MemberOutput, MemberEnded}),
 }  # fmt: skip

@@ -1,0 +1,92 @@
+"""`syncline run` on Slurm: as a task of srun, or submitting a batch job."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from syncline import config as configuration
+from syncline.cli.run import AS_STEP, prepare
+from syncline.cli.screen import TerminalScreen
+from syncline.engines import slurm
+from syncline.engines.slurm_submit import BATCH, EXIT_CODE, Following, Wanted, batch_script, check_here, submit
+from syncline.errors import ConfigError, SynclineError
+from syncline.launch.running import run_job, settle_name
+
+
+def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
+    """One task of srun: the first runs the job, the others are agents. The exit code is the job's."""
+    try:
+        given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
+        if step.task:
+            return slurm.follow(step, config)
+    except SynclineError as error:
+        raise type(error)(f"task {step.task} on {step.host}: {error}") from None
+    given, config = settle_name(given, config, target)
+    close_folder(pathlib.Path(config.runs) / config.name)
+    with TerminalScreen(config.policy) as screen:
+
+        def say(text: str) -> None:
+            screen.line("launcher", f"syncline: {text}")
+
+        if warning := slurm.warn_of_gpus(step, configuration.num_gpus()):
+            say(warning)
+        with slurm.leading(step, config, say) as hub:
+            code = run_job(
+                given, config, target, screen,
+                make_engine=lambda _, fork_server: slurm.engine_of(step, hub, fork_server),
+            )  # fmt: skip
+            hub.close(code)
+    if configuration.inherited_environment({}).get(AS_STEP):
+        (pathlib.Path(config.runs) / config.name / f"{EXIT_CODE}.{step.job}").write_text(str(code))
+    return code
+
+
+def _with_toml(launch: Mapping[str, Any]) -> dict[str, Any]:
+    """What syncline.toml says of places counts here too; the command line wins."""
+    names = ("workers", "least_workers", "most_workers", "stages", "bind", "hosts")
+    toml = {name: value for name, value in configuration.read_toml_here().items() if name in names}
+    return {**toml, **launch}
+
+
+def close_folder(folder: pathlib.Path) -> None:
+    """The job's folder, with its job file, is entered by its user only."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; use --runs DIR") from None
+
+
+def run_job_on_slurm(told: Mapping[str, Any], asked: Mapping[str, Any], queue_seconds: float, *, detach: bool) -> int:
+    """Submits the job and follows it."""
+    check_here()
+    wanted = msgspec.convert(asked, Wanted)
+    wanted.check()
+    words = sys.argv[sys.argv.index("run") + 1 :]
+    launch = dict(told)
+    if launch.get("workers") is None:
+        launch["workers"] = str(max(1, wanted.gpus_per_host) * wanted.hosts)
+        words = ["-w", launch["workers"], *words]
+    given, config, target = prepare(launch)
+    if config.hosts:
+        raise ConfigError(f"-H {config.hosts} and --on slurm: Slurm chooses the hosts; use --nodes")
+    if wanted.requeue and not config.checkpoint:
+        raise ConfigError("--requeue goes on from a checkpoint: add --checkpoint DIR")
+    given, config = settle_name(given, config, target)
+    folder = pathlib.Path(config.runs).absolute() / config.name
+    close_folder(folder)
+    command = ["env", f"{AS_STEP}=1", sys.executable, "-m", "syncline", "run", "--name", config.name, *words]
+    script = folder / BATCH
+    script.write_text(batch_script(wanted, config.name, folder, command, saves=bool(config.checkpoint)))
+    job = submit(script)
+    output = folder / f"slurm-{job}.out"
+    sys.stderr.write(f"syncline: {config.name} is Slurm job {job}; its output is {output}\n")
+    if detach:
+        sys.stderr.write(f"syncline: squeue -j {job} shows its state, scancel {job} ends it\n")
+        return 0
+    return Following(job, output, lambda text: print(f"syncline: {text}", file=sys.stderr)).run(queue_seconds)

@@ -1,0 +1,283 @@
+"""The launcher's side of its agents: who is there, and the members that each of them runs."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+import msgspec
+
+from syncline.core.wire.agents import (
+    AgentAlive,
+    AgentJoin,
+    EndAgent,
+    MemberEnded,
+    MemberOutput,
+    SignalMember,
+    StartMember,
+    TellMember,
+)
+from syncline.core.wire.message import Done, Message
+from syncline.engines.agent import LOST_SECONDS, Versions, versions_here
+from syncline.errors import ConfigError, ProtocolError
+from syncline.launch.jobfile import JobFile
+from syncline.launch.processes import MemberPlan
+from syncline.net import tcp
+from syncline.net.rpc import Endpoint, Request, Stamp
+from syncline.net.transport import Buffer, Connection, Peer
+
+_F_SETPIPE_SZ = 1031
+_PIPE_BYTES = 1 << 20
+_WAIT_SECONDS = 0.1
+#: After so long of waiting for agents, a line says which are missing.
+PATIENT_SECONDS = 10.0
+
+
+class AgentMember:
+    """A member that an agent runs."""
+
+    def __init__(self, plan: MemberPlan, number: int, agent: AgentHere) -> None:
+        self.name, self.host, self.role, self.fate, self.pid = plan.name, agent.host, plan.role, "", 0
+        self.number, self._agent = number, agent
+        read, self._write_fd = os.pipe()
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, _PIPE_BYTES)
+        self.output: IO[bytes] = open(read, "rb")  # noqa: SIM115  # its forwarder closes it
+        self._ended = threading.Event()
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def signal(self, number: int) -> None:
+        self._agent.endpoint.mention(SignalMember(self.number, int(number)))
+
+    def stop(self, seconds: float) -> None:
+        self.close_lifeline()
+        if not self._ended.wait(seconds):
+            self.kill()
+        self.output.close()
+
+    def tell(self, word: bytes) -> None:
+        self._agent.endpoint.mention(TellMember(self.number, word))
+
+    def close_lifeline(self) -> None:
+        if self._code is None:
+            self._agent.endpoint.mention(TellMember(self.number, ends=True))
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if not self._ended.wait(LOST_SECONDS):
+            raise subprocess.TimeoutExpired(["member", self.name], LOST_SECONDS)
+
+    # -- what its agent says ------------------------------------------------------------------------------
+
+    def wrote(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            while data:
+                data = data[os.write(self._write_fd, data) :]
+
+    def end(self, code: int, fate: str = "") -> None:
+        if self._code is not None:
+            return
+        self.fate, self._code = fate, code
+        self._ended.set()
+        os.close(self._write_fd)
+
+
+class AgentHere:
+    """One agent that is there, as the launcher sees it."""
+
+    def __init__(self, endpoint: Endpoint, host: str, number: int) -> None:
+        self.endpoint, self.host, self.number = endpoint, host, number
+        self.members: dict[int, AgentMember] = {}
+        self.heard_at = time.monotonic()
+        self.is_busy = False  # its output is being written, which the screen may hold up
+        self.is_lost = False
+
+    def count(self, role: str) -> int:
+        return sum(member.role == role for member in self.members.values())
+
+
+class Hub:
+    """Accepts agents, and has them start members. A context: at its end all agents end."""
+
+    def __init__(self, file: JobFile, sock: socket.socket, say: Callable[[str], None]) -> None:
+        self._file, self._say = file, say
+        self._lock = threading.Condition()
+        self._agents: dict[int, AgentHere] = {}  # by their numbers
+        self._by_endpoint: dict[Endpoint, AgentHere] = {}
+        self._trouble: str = ""
+        self._num_members, self._closed = 0, False
+        identity = tcp.Identity(file.job, file.token_bytes, Peer("launcher", "launcher", 0))
+        self._stamp = Stamp(file.job)
+        self._listener = tcp.Listener(identity, self._accept, sock=sock, log=say)
+        threading.Thread(target=self._watch, name="agents", daemon=True).start()
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(1)
+
+    def close(self, code: int) -> None:
+        """Ends all agents, each with this exit code."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            agents = list(self._agents.values())
+        for agent in agents:
+            agent.endpoint.mention(EndAgent(code))
+        self._listener.close()
+        for agent in agents:
+            agent.endpoint.close()
+
+    # -- agents come and go -------------------------------------------------------------------------------
+
+    def gather(self, expected: Mapping[str, int], seconds: float) -> None:
+        """Waits for so many agents of each host."""
+        begun, said = time.monotonic(), False
+        with self._lock:
+            while missing := self._missing(expected):
+                if self._trouble:
+                    raise ConfigError(self._trouble)
+                waited = time.monotonic() - begun
+                if waited > seconds:
+                    raise ConfigError(
+                        f"agents did not come within {seconds:g} s: {missing}; look at their output, and whether "
+                        f"they reach {self._file.host}:{self._file.port}"
+                    )
+                if waited > PATIENT_SECONDS and not said:
+                    said = True
+                    self._say(f"waits for agents: {missing}")
+                self._lock.wait(_WAIT_SECONDS)
+            if self._trouble:
+                raise ConfigError(self._trouble)
+
+    def _missing(self, expected: Mapping[str, int]) -> str:
+        there = collections.Counter(agent.host for agent in self._agents.values())
+        lacking = {host: number - there[host] for host, number in expected.items() if number > there[host]}
+        return ", ".join(f"{number} of {host}" for host, number in lacking.items())
+
+    def hosts(self) -> list[str]:
+        """The hosts that have agents."""
+        with self._lock:
+            return sorted({agent.host for agent in self._agents.values()})
+
+    def _accept(self, connection: Connection) -> None:
+        Endpoint(connection, self._stamp, self)
+
+    def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
+        if payload_bytes:
+            raise ProtocolError(f"{peer} sends a payload")
+        return ()
+
+    def handle(self, request: Request) -> None:
+        message = request.message
+        if isinstance(message, AgentJoin):
+            self._join(request, message)
+            return
+        agent = self._by_endpoint.get(request.endpoint)
+        if agent is None:
+            raise ProtocolError(f"{request.peer} speaks before it has joined")
+        agent.heard_at = time.monotonic()
+        if isinstance(message, AgentAlive):
+            return
+        if isinstance(message, MemberOutput) and (member := agent.members.get(message.number)):
+            agent.is_busy = True
+            member.wrote(message.data)
+            agent.heard_at, agent.is_busy = time.monotonic(), False
+        elif isinstance(message, MemberEnded) and (member := agent.members.pop(message.number, None)):
+            told = f"cannot be started on {agent.host}: {message.trouble}" if message.trouble else ""
+            member.end(message.code, told)
+
+    def _join(self, request: Request, message: AgentJoin) -> None:
+        there, here = Versions(message.python, message.syncline, message.torch), versions_here()
+        if trouble := differing(there, here, message.host):
+            with self._lock:
+                self._trouble = self._trouble or trouble
+                self._lock.notify_all()
+            raise ConfigError(trouble)
+        if there.torch != here.torch:
+            self._say(
+                f"host {message.host} has torch {there.torch or 'not installed'}, this host {here.torch or 'not'}"
+            )
+        agent = AgentHere(request.endpoint, message.host, message.number)
+        with self._lock:
+            if self._closed or message.number in self._agents:
+                raise ConfigError(f"agent-{message.number} is there already, or the job is over")
+            self._agents[message.number] = self._by_endpoint[request.endpoint] = agent
+            self._lock.notify_all()
+        request.reply(Done())
+
+    def lost(self, endpoint: Endpoint, reason: str) -> None:
+        with self._lock:
+            agent = self._by_endpoint.pop(endpoint, None)
+            if agent is None:
+                return
+            agent.is_lost = True
+            self._agents.pop(agent.number, None)
+            members, closed = list(agent.members.values()), self._closed
+            agent.members.clear()
+            self._lock.notify_all()
+        if not closed:
+            self._say(
+                f"agent-{agent.number} on {agent.host} is lost ({reason}); "
+                + (f"with it {', '.join(sorted(member.name for member in members))}" if members else "it ran nothing")
+            )
+        for member in members:
+            member.end(-signal.SIGKILL, f"was lost with its agent on {agent.host}")
+
+    def _watch(self) -> None:
+        """An agent that says nothing is lost, with its host or the way there; its connection may not show it."""
+        while not self._closed:
+            now = time.monotonic()
+            for agent in list(self._agents.values()):
+                if now - agent.heard_at > LOST_SECONDS and not agent.is_busy:
+                    agent.endpoint.close(f"no sign of life for {LOST_SECONDS:g} s")
+            time.sleep(_WAIT_SECONDS)
+
+    # -- members ------------------------------------------------------------------------------------------
+
+    def start(self, plan: MemberPlan) -> AgentMember | None:
+        """Has the agent of its host with the fewest of its role start it; None: there is none (any more)."""
+        with self._lock:
+            there = [agent for agent in self._agents.values() if agent.host == plan.host]
+            if not there:
+                return None
+            agent = min(there, key=lambda one: (one.count(plan.role), one.number))
+            self._num_members += 1
+            member = AgentMember(plan, self._num_members, agent)
+            agent.members[member.number] = member
+        agent.endpoint.mention(StartMember(member.number, msgspec.json.encode(plan)))
+        return member
+
+    def counts(self, host: str, role: str) -> list[int]:
+        """The numbers of members of this role that the agents of a host have."""
+        with self._lock:
+            return [agent.count(role) for agent in self._agents.values() if agent.host == host]
+
+    def where(self) -> dict[str, str]:
+        """The hosts of members that agents run."""
+        with self._lock:
+            return {one.name: agent.host for agent in self._agents.values() for one in agent.members.values()}
+
+
+def differing(there: Versions, here: Versions, host: str) -> str:
+    """What has to be the same on all hosts and is not, in words."""
+    if there.syncline != here.syncline:
+        return f"host {host} has syncline {there.syncline}, this host {here.syncline}: install one version"
+    ours, theirs = (version.rpartition(".")[0] for version in (here.python, there.python))
+    if ours != theirs:
+        return f"host {host} has Python {there.python}, this host {here.python}: use one version on all hosts"
+    return ""

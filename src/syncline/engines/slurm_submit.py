@@ -1,0 +1,213 @@
+"""Submitting to Slurm: `syncline run --on slurm --nodes 4 train.py` writes a batch script and follows its job."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from syncline.errors import ConfigError
+
+BATCH = "job.sh"
+#: Where task 0 leaves the exit code of the job with this number.
+EXIT_CODE = "exit-code"
+#: Between two looks at the queue; for one answer of Slurm.
+LOOK_SECONDS, ANSWER_SECONDS = 1.0, 60.0
+#: Between SIGTERM and the end of the time limit. Slurm sends signals up to a minute early.
+WARN_SECONDS = 120
+#: Exit code of a launcher that SIGTERM has ended.
+TERMINATED = 128 + signal.SIGTERM
+#: What Slurm says of a job that its limits will never let start.
+NEVER = frozenset({
+    "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "AssociationJobLimit", "AssocMaxNodePerJobLimit",
+    "QOSMaxNodePerUserLimit", "QOSMaxWallDurationPerJobLimit", "InvalidQOS", "InvalidAccount", "PartitionInactive",
+    "PartitionDown", "DependencyNeverSatisfied",
+})  # fmt: skip
+_OVER = frozenset({
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
+})  # fmt: skip
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job asks Slurm for."""
+
+    hosts: int = 1
+    gpus_per_host: int = 0
+    cpus_per_host: int = 0  #: 0: whole nodes
+    time: str = ""
+    partition: str = ""
+    requeue: bool = False  #: go on after the time limit, a preemption or the loss of the first node
+    options: str = ""  #: more options of sbatch
+
+    def check(self) -> None:
+        if self.hosts < 1 or self.gpus_per_host < 0 or self.cpus_per_host < 0:
+            raise ConfigError("--nodes must be 1 or more, --gpus-per-node and --cpus-per-node 0 or more")
+        if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
+            raise ConfigError(f"--time {self.time!r}: give minutes, or days-hours:minutes:seconds, e.g. 2:00:00")
+        try:
+            shlex.split(self.options)
+        except ValueError as error:
+            raise ConfigError(f"--engine-options {self.options!r}: {error}") from None
+
+
+def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Sequence[str], *, saves: bool) -> str:
+    """The script for sbatch: one task per node, which is an agent; the job's launcher runs in the first."""
+    said = [
+        f"--job-name={name}", f"--nodes={wanted.hosts}", "--ntasks-per-node=1", "--no-kill", "--open-mode=append",
+        f"--output={folder / 'slurm-%j.out'}", "--requeue" if wanted.requeue else "--no-requeue",
+        f"--cpus-per-task={wanted.cpus_per_host}" if wanted.cpus_per_host else "--exclusive",
+    ]  # fmt: skip
+    said += [f"--gpus-per-node={wanted.gpus_per_host}"] if wanted.gpus_per_host else []
+    said += [f"--time={wanted.time}"] if wanted.time else []
+    said += [f"--partition={wanted.partition}"] if wanted.partition else []
+    said += [f"--signal=TERM@{WARN_SECONDS}"] if saves else []
+    said += shlex.split(wanted.options)
+    verdict = f'{shlex.quote(str(folder / EXIT_CODE))}."$SLURM_JOB_ID"'
+    lines = [
+        "#!/bin/sh",
+        *(f"#SBATCH {shlex.quote(word)}" for word in said),
+        f"rm -f {verdict}",  # of an earlier run of a requeued job
+        f"{shlex.join(step_command(command))} &",
+        "step=$!",
+        # Slurm may send its signal to this shell too; the step has it, and ends by itself.
+        "trap : TERM",
+        "wait $step; code=$?",
+        f"while kill -0 $step 2>/dev/null && [ $code -eq {TERMINATED} ]; do wait $step; code=$?; done",
+    ]
+    # Tasks of a lost host fail, however the job ends: its own exit code counts.
+    lines += [f"[ -s {verdict} ] && code=$(cat {verdict})"]
+    if wanted.requeue:
+        # A job that was cancelled does not run any more; Slurm would requeue it all the same.
+        state = 'scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING'
+        lines += [
+            f"if [ $code -eq {TERMINATED} ] && {state}; then",
+            '    echo "syncline: job $SLURM_JOB_ID was told to end; it is requeued and goes on from its checkpoint"',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, "exit $code", ""])
+
+
+def step_command(command: Sequence[str]) -> list[str]:
+    """A task per node; the job survives the loss of a task or of a node."""
+    return ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *command]
+
+
+def check_here() -> None:
+    """Slurm's commands are installed; whether its controller answers shows when it is asked."""
+    missing = [name for name in ("sbatch", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--on slurm: {', '.join(missing)} not found; run this on a login node of the cluster, or load its module"
+        )
+
+
+def submit(script: pathlib.Path) -> str:
+    """Hands the batch script to Slurm; the number of the job."""
+    done = ask(["sbatch", "--parsable", str(script)])
+    if done.returncode:
+        raise ConfigError(f"Slurm does not take the job: {_first(done.stderr)}; sinfo shows what the cluster has")
+    return done.stdout.strip().partition(";")[0]
+
+
+def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"Slurm's controller does not answer {command[0]} within {ANSWER_SECONDS:g} s; see scontrol ping"
+        ) from None
+
+
+def _first(text: str) -> str:
+    """Slurm's own words: its first line without what says which program speaks."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys(lines))[:300] or "it does not say why"
+
+
+class Following:
+    """Shows a submitted job: its state while it is queued, then its output; ends with its exit code."""
+
+    def __init__(self, job: str, output: pathlib.Path, say: Callable[[str], None]) -> None:
+        self._job, self._output, self._say = job, output, say
+        self._shown = 0
+
+    def run(self, queue_seconds: float) -> int:
+        """`queue_seconds`: for the job to start; 0: however long it takes."""
+        told, queued_at = "", time.monotonic()
+        try:
+            while True:
+                state, reason, code = self._look()
+                self._show()
+                if state in _OVER:
+                    time.sleep(LOOK_SECONDS / 4)
+                    self._show()
+                    if state != "COMPLETED":
+                        self._say(f"Slurm: job {self._job} is {state}")
+                    return self._verdict(code or (0 if state == "COMPLETED" else 1))
+                if state == "PENDING":
+                    told = self._wait(reason, told, time.monotonic() - queued_at, queue_seconds)
+                else:
+                    queued_at = time.monotonic()
+                time.sleep(LOOK_SECONDS)
+        except KeyboardInterrupt:
+            self._say(f"Ctrl-C: job {self._job} is cancelled")
+            self.cancel()
+            return 130
+
+    def cancel(self) -> None:
+        ask(["scancel", self._job])
+
+    def _wait(self, reason: str, told: str, waited: float, queue_seconds: float) -> str:
+        if reason in NEVER:
+            self.cancel()
+            raise ConfigError(
+                f"Slurm will not start job {self._job}: {reason}; it is cancelled; sinfo shows the limits"
+            )
+        if queue_seconds and waited > queue_seconds:
+            self.cancel()
+            raise ConfigError(
+                f"job {self._job} did not start within {queue_seconds:g} s: it waits for {reason}; it is cancelled; "
+                "give it longer with --queue-seconds, or leave it in the queue with --detach"
+            )
+        if reason not in (told, "None"):
+            self._say(f"job {self._job} is in the queue; Slurm says it waits for: {reason}")
+        return reason
+
+    def _look(self) -> tuple[str, str, int]:
+        """State, reason and exit code."""
+        done = ask(["scontrol", "--oneliner", "show", "job", self._job])
+        found = dict(re.findall(r"(JobState|Reason|ExitCode)=(\S+)", done.stdout))
+        if "JobState" not in found:  # Slurm has forgotten it
+            raise ConfigError(f"Slurm does not know job {self._job} any more; its output is in {self._output}")
+        code = int(found.get("ExitCode", "0:0").partition(":")[0])
+        return found["JobState"], found.get("Reason", ""), code
+
+    def _verdict(self, code: int) -> int:
+        """The job's own exit code, where it came to its end: Slurm counts tasks of lost hosts too."""
+        try:
+            text = (self._output.parent / f"{EXIT_CODE}.{self._job}").read_text()
+        except OSError:
+            return code
+        return int(text) if text.isdecimal() else code
+
+    def _show(self) -> None:
+        try:
+            with open(self._output, "rb") as file:
+                file.seek(self._shown)
+                data = file.read()
+        except OSError:
+            return
+        self._shown += len(data)
+        sys.stdout.write(data.decode("utf-8", "replace"))
+        sys.stdout.flush()

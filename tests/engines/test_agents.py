@@ -1,0 +1,180 @@
+"""Agents on loopback: processes of their own, which start members for a hub. No cluster is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from tests.patience import PATIENCE
+
+from syncline.engines import hub
+from syncline.engines.agent import AgentPlan, Versions, versions_here
+from syncline.engines.agents import Agents
+from syncline.engines.hub import Hub, differing
+from syncline.errors import ConfigError
+from syncline.launch import jobfile
+from syncline.launch.processes import MemberPlan, MemberProcess
+from syncline.net import tcp
+
+#: A server whose coordinator is not there: it waits for it.
+FILE = jobfile.new("127.0.0.1", 9, {"start_seconds": PATIENCE})
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class Agency:
+    """A hub and agents of it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._sock = tcp.bind("127.0.0.1", 0)
+        self.file = jobfile.new("127.0.0.1", self._sock.getsockname()[1], {"start_seconds": PATIENCE})
+        self.hub = Hub(self.file, self._sock, self.said.append)
+        self.engine = Agents(self.hub, "tests")
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def agent(
+        self, host: str, file: jobfile.JobFile | None = None, *, preload: bool = False
+    ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "syncline.engines.agent"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        plan = AgentPlan(file=file or self.file, host=host, number=len(self.processes), preload=preload)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(plan) + b"\n")
+        process.stdin.flush()
+        self.processes.append(process)
+        return process
+
+    def member(self, name: str, host: str) -> MemberProcess:
+        return self.engine.start(MemberPlan(role="server", name=name, host=host, file=FILE))
+
+    def close(self) -> None:
+        self.hub.close(3)
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=PATIENCE)
+            process.kill()
+            process.wait()
+        self._sock.close()
+
+
+@pytest.fixture
+def agency() -> Iterator[Agency]:
+    made = Agency()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_members_start_on_the_host_of_their_agent_and_go_elsewhere_when_it_is_lost(agency: Agency) -> None:
+    """An agent that is killed takes its members with it; the next start of one of them is on another host."""
+    first = agency.agent("a")
+    agency.agent("b")
+    agency.hub.gather({"a": 1, "b": 1}, PATIENCE)
+    assert agency.engine.hosts() == ["a", "b"] and agency.engine.describe() == "tests: a, b"
+    one, other = agency.member("server-0", "a"), agency.member("server-1", "b")
+    assert (one.host, other.host) == ("a", "b")
+    agency.engine.stop(other, signal.SIGKILL)
+    wait_until(lambda: agency.engine.watch(other) is not None)
+    assert agency.engine.watch(other) == -signal.SIGKILL and not other.fate
+    assert agency.engine.watch(one) is None
+    first.kill()
+    wait_until(lambda: agency.engine.watch(one) is not None)
+    assert one.fate == "was lost with its agent on a"
+    wait_until(lambda: agency.engine.hosts() == ["b"])
+    assert any("agent-0 on a is lost" in line and "server-0" in line for line in agency.said), agency.said
+    again = agency.member("server-0", "a")
+    assert again.host == "b" and agency.engine.scale("server", {}) == "b"
+    agency.engine.stop(again, signal.SIGKILL)
+    wait_until(lambda: agency.engine.watch(again) is not None)
+
+
+def test_agents_end_with_the_code_of_the_job_and_end_what_they_have_started(agency: Agency) -> None:
+    agent = agency.agent("a")
+    agency.hub.gather({"a": 1}, PATIENCE)
+    member = agency.member("server-0", "a")
+    agency.hub.close(3)
+    assert agent.wait(PATIENCE) == 3
+    wait_until(lambda: agency.engine.watch(member) is not None)
+
+
+@pytest.mark.engines  # loads torch
+def test_an_agent_whose_start_takes_long_is_not_lost(agency: Agency, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for the fork server, which may load torch for long: here it is stopped."""
+    monkeypatch.setattr(hub, "LOST_SECONDS", 3.0)
+    agency.agent("a", preload=True)
+    agency.hub.gather({"a": 1}, PATIENCE)
+    plan = MemberPlan(role="server", name="server-0", host="a", file=FILE, loads_torch=True)
+    member = agency.engine.start(plan)
+    (server,) = wait_for_one(lambda: preloaded_of(agency.processes[0].pid))
+    os.kill(server, signal.SIGSTOP)
+    time.sleep(4.0)
+    os.kill(server, signal.SIGCONT)
+    assert agency.engine.watch(member) is None and agency.engine.hosts() == ["a"], agency.said
+    agency.engine.stop(member, signal.SIGKILL)
+    wait_until(lambda: agency.engine.watch(member) is not None)
+
+
+def preloaded_of(parent: int) -> list[int]:
+    """The fork servers of this process."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found += [int(entry.name)] if b"preloaded" in (entry / "cmdline").read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_one(look: Callable[[], list[int]]) -> list[int]:
+    wait_until(lambda: len(look()) == 1)
+    return look()
+
+
+def test_what_a_member_writes_arrives_before_its_end(agency: Agency) -> None:
+    agency.agent("a")
+    agency.hub.gather({"a": 1}, PATIENCE)
+    file = msgspec.structs.replace(FILE, given={"no such setting": 1})
+    member = agency.engine.start(MemberPlan(role="server", name="server-0", host="a", file=file))
+    assert b"no such setting" in member.output.read()
+    wait_until(lambda: agency.engine.watch(member) is not None)
+    assert agency.engine.watch(member) == 1
+
+
+def test_an_agent_with_another_token_is_refused(agency: Agency) -> None:
+    stranger = msgspec.structs.replace(agency.file, token="00" * 32)
+    process = agency.agent("a", stranger)
+    assert process.wait(PATIENCE) == 1 and process.stderr is not None
+    assert b"does not prove the token" in process.stderr.read()
+    assert agency.hub.hosts() == []
+
+
+def test_agents_that_do_not_come_are_named_by_host(agency: Agency) -> None:
+    agency.agent("a")
+    with pytest.raises(ConfigError, match=r"agents did not come within 0\.5 s: .*2 of b"):
+        agency.hub.gather({"a": 0, "b": 2}, 0.5)
+
+
+def test_versions_that_differ_are_named() -> None:
+    here = versions_here()
+    assert differing(here, here, "a") == ""
+    other = msgspec.structs.replace(here, syncline="9.9")
+    assert differing(other, here, "a") == f"host a has syncline 9.9, this host {here.syncline}: install one version"
+    assert "host a has Python 3.9.1" in differing(Versions("3.9.1", here.syncline, ""), here, "a")
+    patch = f"{here.python.rpartition('.')[0]}.99"
+    assert differing(msgspec.structs.replace(here, python=patch, torch="0"), here, "a") == ""

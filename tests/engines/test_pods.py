@@ -1,0 +1,184 @@
+"""Manifests before Kubernetes' own schemas; and their pods' exact commands as processes, with their mounts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from tests.engines.clusters import wait_until
+from tests.engines.conftest import Engine
+from tests.engines.test_manifest import made, pods_of
+
+pytestmark = pytest.mark.engines
+
+FULL = (
+    "--gpus 2 --cpus 4 --memory 16Gi --node-selector pool=gpu --volume data:/mnt/data --workdir /app --namespace ml "
+    "--pull-policy Always --checkpoint /mnt/data/saves -w 3 -s 2 train.py --epochs 3"
+)
+#: The objects but the JobSet go to kubernetes-validate; a JobSet's Jobs too, as Jobs of their own.
+VALIDATE = """
+import json, sys
+import kubernetes_validate
+items = json.load(sys.stdin)["items"]
+for item in list(items):
+    if item["kind"] == "JobSet":
+        from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+        items.remove(item)
+        dump = JobsetV1alpha2JobSet.from_dict(item).to_dict()
+        dump.get("metadata", {}).pop("creationTimestamp", None)
+        def missing(there, here, path):
+            if isinstance(there, dict):
+                for key, value in there.items():
+                    if not isinstance(here, dict) or key not in here:
+                        raise SystemExit(f"JobSet: {path}.{key} is unknown")
+                    missing(value, here[key], f"{path}.{key}")
+            elif isinstance(there, list):
+                if not isinstance(here, list) or len(here) != len(there):
+                    raise SystemExit(f"JobSet: {path} is unknown")
+                for k, value in enumerate(there):
+                    missing(value, here[k], f"{path}[{k}]")
+        missing(item, dump, "JobSet")
+        for job in item["spec"]["replicatedJobs"]:
+            template = job["template"]
+            meta = {**template["metadata"], "name": job["name"]}
+            items.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": template["spec"]})
+for item in items:
+    try:
+        kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
+    except Exception as error:
+        raise SystemExit(f"{item['kind']}: {error}")
+print(len(items), "objects")
+"""
+
+
+def validate(objects: dict[str, dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    folder = os.environ.get("SYNCLINE_TEST_VALIDATORS", "")
+    if not os.path.isdir(folder):
+        pytest.skip("there are no kubernetes-validate and kubeflow-trainer-api: make test-engines installs them")
+    text = json.dumps({"items": list(objects.values())})
+    environment = {**os.environ, "PYTHONPATH": folder}
+    return subprocess.run(
+        [sys.executable, "-c", VALIDATE], input=text, capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("words", ["train.py", FULL, f"--plain {FULL}", "--exchange ring -w 2 train.py"])
+def test_manifests_are_valid(words: str) -> None:
+    done = validate(made(*words.split()))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("--plain t.py", ("Job/lenet-worker", "spec", "completionModes")),
+        ("t.py", ("JobSet/lenet", "spec", "networks")),
+        ("-s 2 t.py", ("PodDisruptionBudget/lenet-servers", "spec", "maxUnavailables")),
+    ],
+)
+def test_the_validators_see_a_misspelled_field(words: str, path: tuple[str, str, str]) -> None:
+    """Else the test above proves nothing."""
+    objects = made(*words.split())
+    kind, spec, field = path
+    objects[kind][spec][field] = objects[kind][spec].pop(field[:-1])
+    done = validate(objects)
+    assert done.returncode != 0 and field in done.stderr, done.stderr
+
+
+#: Steps until the file `end` is there; its life tells its process id and the first value.
+STEPS = """
+    import os, pathlib, time
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    begin = job.kv.pull()["x"][0]
+    pathlib.Path(f".{os.getpid()}").write_text(f"{os.getpid()} {begin:g}")
+    os.rename(f".{os.getpid()}", f"{job.name}.{os.getpid()}.here")
+    for step in job.steps(10**9):
+        job.kv.push({"x": np.ones(3)}).wait()
+        time.sleep(0.02)
+        if pathlib.Path("end").exists():
+            break
+    print(f"{job.name} ends", flush=True)
+"""
+
+
+class Pods:
+    """Starts the pods of a manifest as processes, each in mounts of its own: its Secret, its emptyDir, its names."""
+
+    def __init__(self, engine: Engine, objects: dict[str, dict[str, Any]]) -> None:
+        if os.geteuid() != 0 or shutil.which("unshare") is None:
+            pytest.skip("mounts of their own need root and unshare")
+        self._engine, self._specs = engine, pods_of(objects)
+        data = objects["Secret/lenet"]["data"]
+        self._secret = engine.folder / "secret"
+        self._secret.mkdir()
+        for name, text in data.items():
+            (self._secret / name).write_bytes(base64.b64decode(text))
+            (self._secret / name).chmod(0o440)
+        host = json.loads(base64.b64decode(data["job.json"]))["host"]
+        self._hosts = engine.folder / "hosts"
+        self._hosts.write_text(f"127.0.0.1 localhost {host}\n")
+
+    def start(self, role: str, index: int = 0) -> subprocess.Popen[str]:
+        (container,) = self._specs[role]["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) == {"job", "work"}
+        script = "\n".join([
+            "set -e", "mount --make-rprivate /", "mount -t tmpfs tmpfs /run",
+            f"mkdir -p {mounts['job']} {mounts['work']}",
+            f"mount --bind {self._secret} {mounts['job']}", f"mount --bind {self._hosts} /etc/hosts",
+            'exec "$@"',
+        ])  # fmt: skip
+        known = {"metadata.name": f"lenet-{role}-{index}-abcde", "status.podIP": "127.0.0.1"}
+        environment = {one["name"]: known[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
+        words = ["unshare", "--mount", "sh", "-c", script, "sh", *container["command"]]
+        return self._engine.start(words, {**environment, "JOB_COMPLETION_INDEX": str(index)})
+
+
+@pytest.mark.parametrize("plain", [["--plain"], []], ids=["jobs", "jobset"])
+def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members start before the coordinator. A worker is killed; the same command brings it back."""
+    monkeypatch.chdir(engine.folder)
+    engine.script(STEPS)
+    engine.leave_out_torch()
+    (engine.folder / "syncline.toml").write_text("start_seconds = 300.0\ndeadline_seconds = 10.0\n")
+    pods = Pods(engine, made(*plain, "-w", "2", "-s", "2", "train.py"))
+    workers = [pods.start("worker", k) for k in range(2)]
+    servers = [pods.start("server", k) for k in range(2)]
+    coordinator = pods.start("coordinator")
+
+    def lives(name: str) -> list[list[str]]:
+        paths = sorted(engine.folder.glob(f"{name}.*.here"), key=lambda path: path.stat().st_mtime)
+        return [path.read_text().split() for path in paths]
+
+    def come(name: str, number: int) -> None:
+        def is_there() -> bool:
+            assert coordinator.poll() is None, engine.finish(coordinator)[1]
+            return len(lives(name)) >= number
+
+        wait_until(is_there, f"{name} has not come {number} times")
+
+    for name in ("worker-0", "worker-1"):
+        come(name, 1)
+    os.kill(int(lives("worker-1")[0][0]), signal.SIGKILL)
+    assert workers[1].wait(300) != 0
+    workers[1] = pods.start("worker", 1)
+    come("worker-1", 2)
+    assert float(lives("worker-1")[1][1]) < 0, "the second life began with the parameters of the job"
+    workers[0].terminate()  # an eviction is a leave
+    code, output = engine.finish(workers[0])
+    assert code == 0, output
+    (engine.folder / "end").touch()
+    ends = [engine.finish(process) for process in (workers[1], *servers, coordinator)]
+    assert [code for code, _ in ends] == [0, 0, 0, 0], ends
+    assert "worker-1 ends" in ends[0][1]
+    assert not list(pathlib.Path("/run/secrets").glob("syncline/job.json"))

@@ -1,0 +1,224 @@
+"""Jobs on a real Slurm of four nodes: srun's tasks, batch jobs, deaths, lost nodes, limits."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+from tests.engines.clusters import Cluster, wait_until
+from tests.engines.conftest import Engine, finished_well
+from tests.engines.test_ranks import SUMS, sums_of
+
+pytestmark = pytest.mark.engines
+
+#: Steps until the file `end` is there, and tells its process id; started again, it goes on.
+STEPS = """
+    import os, pathlib, time
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    begin = job.kv.pull()["x"][0]
+    pathlib.Path(f".{job.name}.{os.getpid()}").write_text(f"{os.getpid()} {os.environ['SLURMD_NODENAME']} {begin:g}")
+    os.rename(f".{job.name}.{os.getpid()}", f"{job.name}.{os.getpid()}.here")
+    for step in job.steps(10**9):
+        job.kv.push({"x": np.ones(3)}).wait()
+        time.sleep(0.02)
+        if pathlib.Path("end").exists():
+            break
+    print(f"{job.name} ends", flush=True)
+"""
+
+
+def here(slurm: Engine, name: str, process: subprocess.Popen[str], lives: int = 1) -> list[list[str]]:
+    """Process id, node and first value of so many lives of a worker, the newest last."""
+    found: list[pathlib.Path] = []
+
+    def are_there() -> bool:
+        assert process.poll() is None, slurm.finish(process)[1]
+        found[:] = sorted(slurm.folder.glob(f"{name}.*.here"), key=lambda path: path.stat().st_mtime)
+        return len(found) >= lives
+
+    wait_until(are_there, f"{name} has not come {lives} times")
+    return [path.read_text().split() for path in found]
+
+
+def end(slurm: Engine) -> None:
+    (slurm.folder / "end").touch()
+
+
+def batch(*words: str) -> Sequence[str]:
+    return ["syncline", "run", "--on", "slurm", *words]
+
+
+@pytest.mark.smoke
+def test_every_task_of_srun_is_a_worker_of_one_job(slurm: Engine) -> None:
+    """Two tasks on each of two nodes; the folders with secrets are their user's own, and nothing stays."""
+    script = slurm.script(
+        SUMS + "    import os, stat\n    print('MODE', oct(os.stat('runs/sums').st_mode & 0o777))\n"
+    )
+    words = ["srun", "-N2", "-n4", "--overcommit", "syncline", "run", "--name", "sums", script]
+    code, output = slurm.run(words)
+    assert code == 0, output
+    sums_of(output, 4)
+    assert "4 workers and 1 server on Slurm job" in output and ": n1, n2" in output, output
+    assert "MODE 0o700" in output
+    slurm.check_nothing_left()
+    assert list((slurm.folder / "runs").glob(".slurm*")) == []
+
+
+def test_a_plain_script_of_srun_joins_too(slurm: Engine) -> None:
+    code, output = slurm.run(["srun", "-N1", "-n2", "--overcommit", "python", slurm.script(SUMS)])
+    assert code == 0, output
+    sums_of(output, 2)
+    slurm.check_nothing_left()
+
+
+def test_a_batch_job_is_followed_to_its_end(slurm: Engine) -> None:
+    code, output = slurm.run(batch("--nodes", "2", "-s", "2", "--name", "b", "--time", "5", slurm.script(SUMS)))
+    assert code == 0 and re.search(r"b is Slurm job \d+; its output is ", output), output
+    sums_of(output, 2)
+    assert (slurm.folder / "runs" / "b").stat().st_mode & 0o777 == 0o700
+    assert "token" not in (slurm.folder / "runs" / "b" / "job.sh").read_text()
+    slurm.check_nothing_left()
+
+
+def test_a_killed_worker_and_a_killed_server_come_back(slurm: Engine) -> None:
+    """Two servers with two replicas: nothing is lost, and the job goes on."""
+    slurm.script(STEPS)
+    process = slurm.start(["srun", "-N2", "-n2", "syncline", "run", "-s", "2", "--name", "kill", "train.py"])
+    pid = int(here(slurm, "worker-1", process)[0][0])
+    os.kill(pid, signal.SIGKILL)
+    lives = here(slurm, "worker-1", process, 2)
+    assert float(lives[-1][2]) <= 0
+    (server,) = slurm.members("server-1")
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: [pid for pid in slurm.members("server-1") if pid != server] != [], "no server came back")
+    end(slurm)
+    code, output = slurm.finish(process)
+    assert code == 0 and finished_well(output, 2), output
+    assert "worker-1 was killed by SIGKILL" in output and "server-1 was killed by SIGKILL" in output, output
+    slurm.check_nothing_left()
+
+
+def test_the_loss_of_a_node_is_a_death_and_its_members_start_elsewhere(slurm: Engine, cluster: Cluster) -> None:
+    slurm.script(STEPS)
+    words = ["--nodes", "3", "-w", "3", "-s", "3", "--replicas", "2", "--name", "loss", "train.py"]
+    process = slurm.start(batch(*words))
+    for name in ("worker-0", "worker-1", "worker-2"):
+        here(slurm, name, process)
+    first = here(slurm, "worker-0", process)[0][1]
+    lost = here(slurm, "worker-2", process)[0][1]
+    assert lost != first
+    cluster.lose(lost)
+    try:
+        again = here(slurm, "worker-2", process, 2)[-1]
+        assert again[1] != lost
+        end(slurm)
+        code, output = slurm.finish(process)
+        assert code == 0 and finished_well(output, 3), output
+        assert f"on {lost} is lost" in output, output
+    finally:
+        cluster.start_node(lost)
+        cluster.wait_for_nodes()
+
+
+def test_a_job_grows_and_shrinks_in_its_allocation(slurm: Engine) -> None:
+    slurm.script(STEPS)
+    words = ["srun", "-N2", "-n2", "syncline", "run", "-w", "1:4", "--name", "grow", "train.py"]
+    process = slurm.start(words)
+    here(slurm, "worker-0", process)
+    code, said = slurm.run(["syncline", "scale", "grow", "--workers", "4"])
+    assert code == 0, said
+    places = [here(slurm, f"worker-{k}", process)[0][1] for k in range(4)]
+    assert len(set(places)) == 2, places
+    code, said = slurm.run(["syncline", "scale", "grow", "--workers", "2"])
+    assert code == 0, said
+    end(slurm)
+    code, output = slurm.finish(process)
+    assert code == 0 and "the job has finished" in output, output
+    slurm.check_nothing_left()
+
+
+def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> None:
+    slurm.script(STEPS)
+    words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "cancel", "--time", "10", "train.py"]
+    process = slurm.start(batch(*words))
+    here(slurm, "worker-1", process)
+    (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
+    cluster.say("scancel", job)
+    code, output = slurm.finish(process)
+    assert code != 0 and "CANCELLED" in output, output
+    assert list((slurm.folder / "saves").glob("*/manifest.json")), output
+    slurm.check_nothing_left()
+    assert cluster.say("squeue", "-h", "-o", "%i").split() == []
+
+
+def test_before_the_time_limit_a_job_is_saved_and_requeued_and_goes_on(slurm: Engine, cluster: Cluster) -> None:
+    """SIGTERM as Slurm sends it before the limit, by its own command; the limit itself would take minutes."""
+    slurm.script(STEPS)
+    words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "again", "--time", "10", "train.py"]
+    process = slurm.start(batch(*words))
+    here(slurm, "worker-1", process)
+    (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
+    cluster.say("scancel", "--signal=TERM", job)
+    wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
+    assert list((slurm.folder / "saves").glob("*/manifest.json"))
+    cluster.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes by itself
+    begins = [float(life[2]) for life in here(slurm, "worker-1", process, 2)]
+    assert begins[0] == 0 and begins[1] < 0, begins
+    end(slurm)
+    code, output = slurm.finish(process)
+    assert code == 0 and finished_well(output, 2), output
+    assert "saved step-" in output or "saved " in output
+    slurm.check_nothing_left()
+
+
+def test_what_the_cluster_does_not_have_is_named_at_once(slurm: Engine) -> None:
+    script = slurm.script(SUMS)
+    for words, said in (
+        (["--nodes", "9"], r"Slurm does not take the job: .*[Nn]ode|will not start job \d+: PartitionNodeLimit"),
+        (["--nodes", "1", "--gpus-per-node", "8"], r"Slurm does not take the job: .*gres|generic resource"),
+        (["--nodes", "1", "--partition", "nowhere"], r"Slurm does not take the job: .*partition"),
+        (["--nodes", "1", "--partition", "short", "--time", "50"], r"PartitionTimeLimit|time limit"),
+        (["--nodes", "1", "--requeue"], r"--requeue goes on from a checkpoint: add --checkpoint DIR"),
+        (["--nodes", "1", "-H", "a:1"], r"Slurm chooses the hosts; use --nodes"),
+    ):
+        code, output = slurm.run(batch(*words, script))
+        assert code == 2 and re.search(said, output), output
+        assert "Traceback" not in output
+
+
+def test_a_job_that_stays_in_the_queue_says_what_it_waits_for(slurm: Engine, cluster: Cluster) -> None:
+    script = slurm.script(SUMS)
+    blocking = slurm.start(["srun", "-N4", "--exclusive", "sleep", "600"])
+    wait_until(lambda: cluster.say("squeue", "-h", "-o", "%T").split() == ["RUNNING"], "the first job does not run")
+    code, output = slurm.run(batch("--nodes", "4", "--queue-seconds", "3", script))
+    blocking.terminate()
+    assert code == 2 and re.search(r"did not start within 3 s: it waits for (Resources|Priority)", output), output
+
+
+def test_tasks_without_a_common_folder_say_so(slurm: Engine) -> None:
+    """Each task goes to a folder of its own first."""
+    slurm.settings("start_seconds = 3.0")
+    slurm.script(SUMS)
+    place = "mkdir -p own-$SLURM_PROCID && cp train.py syncline.toml own-$SLURM_PROCID && cd own-$SLURM_PROCID && "
+    code, output = slurm.run(["srun", "-N2", "-n2", "sh", "-c", f"{place} syncline run --bind 127.0.0.1 train.py"])
+    assert code != 0, output
+    assert re.search(r"task 1 on n\d finds no .*/own-1/runs/.*is the working folder on a disk that all", output), (
+        output
+    )
+    assert re.search(r"agents did not come within 3 s: 1 of n", output), output
+    assert "Traceback" not in output
+
+
+def test_64_workers_on_four_nodes(slurm: Engine) -> None:
+    code, output = slurm.run(
+        ["srun", "-N4", "-n64", "--overcommit", "syncline", "run", "-s", "2", slurm.script(SUMS)]
+    )
+    assert code == 0 and finished_well(output, 64), output
+    slurm.check_nothing_left()
