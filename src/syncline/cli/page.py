@@ -23,14 +23,19 @@ def page(
     ] = None,
     at: Annotated[
         str,
-        typer.Option("--at", metavar="[ADDRESS:]PORT", help="Without JOB: where. [default: a free port of loopback]"),
+        typer.Option(
+            "--at",
+            metavar="[ADDRESS:]PORT",
+            help="Without JOB: where. [default: a free port of loopback]",
+            show_default=False,
+        ),
     ] = "auto",
     runs: RunsOption = None,
 ) -> None:
     """Prints a link to a job's web page; without JOB, serves the runs that have ended.
 
-    The link works once, for fifteen minutes; the browser keeps a cookie then. Whoever has the link can read the page
-    of this job and of the other runs in the folder, and change nothing. Without JOB it serves until Ctrl-C.
+    The link works once, for fifteen minutes; the browser keeps a cookie then. A person with the link can read the
+    pages of this job and of the other runs in the folder, and change nothing. Without JOB it serves until Ctrl-C.
 
     Example:  syncline page train-20250101-120000
     """
