@@ -15,7 +15,7 @@ from syncline.core.rule import RuleSpec
 from syncline.core.slice_state import Copy
 from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
-from syncline.stats import EpochProgress, JobStatus, PushBytes, SaveCounts, ServerStats, StepTimes, Wait
+from syncline.stats import EpochProgress, JobStatus, PushBytes, SaveCounts, ServerStats, StageStats, StepTimes, Wait
 
 
 class Join(Message, frozen=True):
@@ -228,6 +228,7 @@ class Report(Message, frozen=True):
     rates: dict[str, float] = {}  # its learning rates now
     is_through: bool = False  # it has finished the run, if its script says how long that is
     committed: CommittedSteps = CommittedSteps()  # with --sync-every
+    stages: list[StageStats] = []  # of a pipeline, its processes
 
 
 class AskStats(Message, frozen=True):
