@@ -4,6 +4,7 @@ It learns the text of this file, character by character.
 """
 
 import argparse
+import json
 import pathlib
 
 import torch
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--timeline", help="file for all forwards and backwards of the last step, as JSON")
     args = parser.parse_args()
 
     job = syncline.init()
@@ -77,6 +79,9 @@ def main() -> None:
             opt.step()
             opt.zero_grad()
         print(f"{job.name}: epoch {epoch}, loss {loss:.3f}")
+    if args.timeline and job.is_chief:
+        spans = [(s.stage, s.part, s.kind, s.micro_batch, s.begin, s.end) for s in pipe.timeline()]
+        pathlib.Path(args.timeline).write_text(json.dumps({"schedule": job.config.schedule, "spans": spans}))
 
 
 if __name__ == "__main__":

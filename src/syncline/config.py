@@ -57,7 +57,7 @@ LAUNCH_ONLY = frozenset(
 #: The least and the most of each number. A server keeps 1,024 slots per worker; a thread cannot wait for ever.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "workers": (1, 65_536),
-    "stages": (1, 1_024),
+    "stages": (0, 1_024),
     "micro_batches": (1, 65_536),
     "servers": (1, 65_536),
     "least_workers": (0, 65_536),
@@ -92,7 +92,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     least_workers: int = 0  #: begins and goes on with as few; 0: all of them at the start
     most_workers: int = 0  #: may grow to as many; 0: no more than at the start
     auto_workers: bool = False  #: add and retire workers by what each adds in samples/s
-    stages: int = 1  #: processes of a pipeline, which is one worker: each has a part of the model
+    stages: int = 1  #: processes of a pipeline, which is one worker: each has a part of the model; auto (0): planned
     micro_batches: int | Literal["auto"] = "auto"  #: of a pipeline's batch; auto: four per stage
     schedule: str = "1f1b"  #: the order of forwards and backwards in a pipeline: gpipe, 1f1b, interleaved
     servers: int = 1  #: number of servers
@@ -182,6 +182,8 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise ConfigError(f"{source}: unknown setting {key!r}; choose from: {known}{hint}")
         if key == "stop" and isinstance(value, str):
             value = (value,)  # one rule needs no list
+        if key == "stages" and value == "auto":
+            value = 0
         if key == "sync_every" and isinstance(value, str) and value != "auto":
             raise ConfigError(f"{source}: sync_every = {value!r}: must be a number of steps, or auto")
         if key == "micro_batches" and isinstance(value, str) and value != "auto":

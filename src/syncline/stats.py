@@ -57,18 +57,37 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage + self.wait + self.pull
 
 
-class StageStats(msgspec.Struct, frozen=True):
-    """How busy one process of a pipeline was in all steps so far."""
+class StageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a pipeline, in all steps since the model was cut as it is."""
 
     stage: int  #: 0: the leader
     num_steps: int
     busy_seconds: float  #: in forwards and backwards
     step_seconds: float  #: of the steps, from the beginning to the last stage's end
+    layers: str = ""  #: that it has
+    sent_bytes: int = 0  #: activations and their gradients, to other processes
+    parameter_bytes: int = 0
 
     @property
     def utilisation(self) -> float:
         """The share of the steps in which it computed; the rest is the schedule's bubble and messages."""
         return self.busy_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+class StageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A forward (F) or backward (B) of one micro-batch in one part of the model, in the newest step of a pipeline."""
+
+    stage: int
+    part: int
+    kind: str
+    micro_batch: int
+    begin: float  #: in seconds since the step began
+    end: float
+
+
+def bubble(stages: Sequence[StageStats]) -> float:
+    """The part of the processes' time in steps in which they did not compute."""
+    return 1.0 - sum(each.utilisation for each in stages) / len(stages) if stages else 0.0
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +122,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_push: int = 1  #: of a worker: local steps that it makes for a push now
     share: float = 0.0  #: its part of the samples that the workers have read
     pid: int = 0  #: of its process, on its host
+    stages: list[StageStats] = []  #: of a pipeline, its processes
 
 
 class SaveCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ class Commands:
         process = subprocess.Popen(
             [sys.executable, *program, *arguments],
             cwd=self.folder,
+            env={**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,15 +1,19 @@
-"""A pipeline's script for tests, and the same training by plain torch: `pipeline_train.py OUT MODEL DTYPE STEPS`."""
+"""A pipeline's script for tests (`pipeline_train.py OUT MODEL DTYPE RULE STEPS`), and the same by plain torch."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-BATCH, LR = 24, 0.05  # of one pipeline
+if TYPE_CHECKING:
+    from syncline.torch import Pipeline
+
+BATCH, LR = 24, 0.02  # of one pipeline
 
 
 class Embed(nn.Module):
@@ -43,20 +47,86 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
+class LeNet(nn.Module):
+    """As people write it: shapes are read, functions stand between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 5, padding=2), nn.Conv2d(4, 8, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8 * 2 * 2, 24), nn.Linear(24, 16), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), 2)
+        x = nn.functional.max_pool2d(torch.relu(self.conv2(x)), 2)
+        x = torch.relu(self.fc1(x.view(x.shape[0], -1)))
+        return self.fc3(torch.relu(self.fc2(x)))
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
+        self.conv2, self.bn2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            if stride != 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18, with an eighth of its channels."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        )
+        sizes = [(1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)]
+        after = [1, 1, 2, 2, 4, 4, 8, 8]
+        self.blocks = nn.Sequential(
+            *(
+                Residual(width * before, width * wide, stride)
+                for (before, stride), wide in zip(sizes, after, strict=True)
+            )
+        )
+        self.fc = nn.Linear(8 * width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+#: Models that are traced; the others are given as stages.
+WHOLE = {"lenet": LeNet, "resnet": ResNet18}
+
+
 def make_stages(model: str, dtype: torch.dtype) -> list[nn.Module]:
     torch.manual_seed(7)
+    if model in WHOLE:
+        return [WHOLE[model]().to(dtype)]
     if model == "tied":
         embed = Embed()
-        stages: list[nn.Module] = [embed, Block(), Block(), Head(embed.tokens)]
+        stages: list[nn.Module] = [embed, *(Block() for _ in range(6)), Head(embed.tokens)]
     else:
         norm: list[nn.Module] = [nn.BatchNorm1d(20)] if model == "norm" else []
-        stages = [
-            nn.Sequential(nn.Linear(8, 20), nn.ReLU()),
-            nn.Sequential(nn.Linear(20, 20), *norm, nn.Tanh()),
-            nn.Linear(20, 12),
-            nn.Sequential(nn.Tanh(), nn.Linear(12, 5)),
-        ]
+        stages = [nn.Sequential(nn.Linear(8, 20), nn.ReLU())]
+        stages += [nn.Sequential(nn.Linear(20, 20), *norm, nn.Tanh()) for _ in range(6)]
+        stages += [nn.Sequential(nn.Linear(20, 12), nn.Tanh(), nn.Linear(12, 5))]
     return [stage.to(dtype) for stage in stages]
+
+
+def make_pipeline(model: str, dtype: torch.dtype) -> Pipeline:
+    from syncline.torch import Pipeline
+
+    stages = make_stages(model, dtype)
+    if model in WHOLE:
+        x, _ = next(batches(model, dtype, 0, 1))
+        return Pipeline(stages[0], loss_fn, example=(x,))
+    return Pipeline(stages=stages, loss_fn=loss_fn)
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -69,15 +139,18 @@ def batches(model: str, dtype: torch.dtype, rank: int, size: int) -> Iterator[tu
         if model == "tied":
             x = torch.randint(0, 11, (BATCH, 6), generator=noise)
             yield x, x.roll(1, 1)
+        elif model in WHOLE:
+            x = torch.randn(BATCH, 1, 16, 16, generator=noise, dtype=dtype)
+            yield x, torch.randint(0, 5, (BATCH,), generator=noise)
         else:
             x = torch.randn(BATCH, 8, generator=noise, dtype=dtype)
             yield x, torch.randint(0, 5, (BATCH,), generator=noise)
 
 
 def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=0.01)
-    return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+    """By the name of its class; `SGD` with momentum."""
+    options = {"lr": LR, "momentum": 0.9} if name == "SGD" else {}
+    return getattr(torch.optim, name)(parameters, **options)
 
 
 def train_plainly(
@@ -85,7 +158,7 @@ def train_plainly(
 ) -> dict[str, torch.Tensor]:
     """What one process of plain torch makes of the same batches, cut into the same micro-batches."""
     stages = make_stages(model, dtype)
-    whole = nn.Sequential(*stages)
+    whole = stages[0] if model in WHOLE else nn.Sequential(*stages)
     opt = make_optimizer(optimizer, whole.parameters())
     sources = [batches(model, dtype, rank, num_pipelines) for rank in range(num_pipelines)]
     for _ in range(num_steps):
@@ -103,11 +176,11 @@ def train_plainly(
 
 def main(path: str, model: str, dtype_name: str, optimizer: str, num_steps: int) -> None:
     import syncline
-    from syncline.torch import DistributedOptimizer, Pipeline
+    from syncline.torch import DistributedOptimizer
 
     job, dtype = syncline.init(), getattr(torch, dtype_name)
     print(f"the script of {job.name}")  # once for a pipeline
-    pipe = Pipeline(stages=make_stages(model, dtype), loss_fn=loss_fn)
+    pipe = make_pipeline(model, dtype)
     opt = DistributedOptimizer(make_optimizer(optimizer, pipe.parameters()), model=pipe)
     source = batches(model, dtype, job.rank, job.world_size)
     for _ in range(num_steps):

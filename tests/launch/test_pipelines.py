@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import os
-import pathlib
+import re
 import signal
+import time
 from typing import Any
 
 import pytest
 import torch
-from tests.launch.pipeline_train import make_stages, train_plainly
-
-SCRIPT = str(pathlib.Path(__file__).with_name("pipeline_train.py"))
+from tests.launch.pipelines import pipeline_of, trains_as_one_process_does
+from tests.patience import PATIENCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "stages", "schedule", "model", "dtype", "optimizer"),
     [
-        (2, 2, "gpipe", "plain", "float64", "adam"),
-        (4, 2, "1f1b", "tied", "float32", "sgd"),
-        pytest.param(2, 2, "1f1b", "norm", "float32", "sgd", marks=pytest.mark.proof),
-        pytest.param(4, 4, "1f1b", "tied", "float64", "adam", marks=pytest.mark.proof),
-        pytest.param(2, 2, "interleaved", "norm", "float64", "sgd", marks=pytest.mark.proof),
+        (2, 2, "gpipe", "lenet", "float64", "Adam"),
+        (4, 2, "1f1b", "tied", "float32", "SGD"),
     ],
 )
 def test_it_trains_as_one_process_does(
     commands: Any, workers: int, stages: int, schedule: str, model: str, dtype: str, optimizer: str
 ) -> None:
     """The same batches, cut into the same micro-batches: parameters differ by rounding only."""
-    num_steps, num_micro = 20, 6
-    result = commands.run(
-        "run", "-w", str(workers), "--stages", str(stages), "--schedule", schedule, "--micro-batches", str(num_micro),
-        SCRIPT, "out.pt", model, dtype, optimizer, str(num_steps),
-    )  # fmt: skip
-    assert result.code == 0, result.output
-    assert result.output.count("the script of worker-0") == 1, result.output
-    found = torch.load(commands.folder / "out.pt", weights_only=True)
-    kind = getattr(torch, dtype)
-    wanted = train_plainly(model, kind, optimizer, num_steps, workers // stages, num_micro)
-    first = dict(torch.nn.Sequential(*make_stages(model, kind)).named_parameters())
-    assert found["state"].keys() == wanted.keys()
-    limit = 1e-10 if dtype == "float64" else 1e-5
-    for name, value in wanted.items():
-        assert torch.allclose(found["state"][name], value, rtol=limit, atol=limit), name
-    assert all(not torch.equal(found["state"][name], value) for name, value in first.items())
-    assert found["output"].dtype == kind and found["output"].shape[0] == 24
+    trains_as_one_process_does(commands, workers, stages, schedule, model, dtype, optimizer)
 
 
 KILLED = """
@@ -82,37 +63,6 @@ KILLED = """
 """
 
 
-def processes_of(pid: int) -> list[int]:
-    """The children of a process."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def pipeline_of(pids: list[int]) -> tuple[int, int]:
-    """The leader and the stage process, of two that have the same command line."""
-    return next((pid, processes_of(pid)[0]) for pid in pids if processes_of(pid))
-
-
-def members_named(folder: pathlib.Path, name: str) -> list[int]:
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and pathlib.Path(os.readlink(entry / "cwd")) == folder:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-                found += [int(entry.name)] * (name in words)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "how"),
@@ -127,7 +77,7 @@ def test_a_pipeline_survives_the_death_of_any_of_its_processes(commands: Any, wh
     (commands.folder / "syncline.toml").write_text("start_seconds = 300.0\nlongest_deadline_seconds = 15.0\n")
     process = commands.start("run", "-w", "2", "--stages", "2", commands.script(KILLED), "out.pt")
     log = commands.wait_for("step\nstep\nstep\n", "worker-0")
-    leader, stage = pipeline_of(members_named(commands.folder, "worker-0"))
+    leader, stage = pipeline_of(commands.folder, "worker-0")
     os.kill(leader if who == "leader" else stage, signal.Signals[how])
     result = commands.finish(process)
     assert result.code == 0, result.output
@@ -231,3 +181,263 @@ def test_a_checkpoint_of_two_stages_is_taken_up_by_one(commands: Any) -> None:
     whole = commands.run("run", "-w", "1", "--micro-batches", "2", script, "first")
     weights = [float(result.output.partition("weights 9 ")[2].split()[0]) for result in (second, whole)]
     assert abs(weights[0] - weights[1]) < 1e-4, (second.output, whole.output)
+
+
+UNEVEN = """
+    import os, sys, time, torch, syncline
+    from torch import nn
+    from syncline.core.pipelining import replanning
+    from syncline.torch import DistributedOptimizer, Pipeline
+
+    replanning.MEASURE_SECONDS = 1.0
+    job = syncline.init()
+    is_leader = type(job).__name__ == "Job"
+
+    class Layer(nn.Linear):  # the first is slow, and all are slower in the stage process than in the leader
+        def __init__(self, seconds):
+            super().__init__(4, 4, dtype=torch.float64)
+            self.seconds = seconds
+        def forward(self, x):
+            time.sleep(self.seconds * (1 if is_leader else 4))
+            return torch.tanh(super().forward(x))
+
+    torch.manual_seed(0)
+    pipe = Pipeline(nn.Sequential(*(Layer(s) for s in (0.15, 0.05, 0.05, 0.05))), nn.functional.mse_loss)
+    opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9), model=pipe)
+    begun = [stage.parameter_bytes for stage in pipe.stats()]
+    torch.manual_seed(1)
+    for step in range(9):
+        pipe.step(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
+        opt.step()
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        print("layers", [stage.layers for stage in pipe.stats()], flush=True)
+    spans = pipe.timeline()
+    assert len(spans) == 2 * 4 * 2 and all(0 <= span.begin < span.end for span in spans), spans
+    assert {(span.stage, span.kind) for span in spans} == {(s, k) for s in (0, 1) for k in "FB"}
+    opt.pull()
+    torch.save({"state": pipe.state_dict(), "begun": begun}, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_job_follows_the_plan_and_is_cut_elsewhere_when_a_stage_is_slow(commands: Any) -> None:
+    """Equal layers by parameters are cut in the middle. Measured, the first one is worth three. While the job runs,
+    the second process turns out to be slow. Parameters and momentum stay those of one process.
+    """
+    script = commands.script(UNEVEN)
+    result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "4", script, "out.pt")
+    assert result.code == 0, result.output
+    assert "the pipeline of worker-0, in 2 parts: cut before stages[1] (1 + 3 of 4 layers)" in result.output
+    assert "layers ['stages[0]', 'stages[1] … stages[3]']" in result.output
+    assert "process 1 computed at" in result.output and "another cut would gain" in result.output, result.output
+    assert "layers ['stages[0] … stages[2]', 'stages[3]']" in result.output, result.output
+    found = torch.load(commands.folder / "out.pt", weights_only=True)
+    assert found["begun"] == [320, 320]
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
+    whole = torch.nn.Sequential(*(each for layer in layers for each in (layer, torch.nn.Tanh())))
+    opt = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    for _ in range(9):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+        opt.zero_grad()
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            (torch.nn.functional.mse_loss(whole(a), b) / 4).backward()
+        opt.step()
+    for number, layer in enumerate(layers):
+        assert torch.allclose(found["state"][f"{number}.weight"], layer.weight, rtol=0, atol=1e-12)
+
+
+WAITING = """
+    import pathlib, time, torch, syncline
+    from torch import nn
+    from syncline.torch import DistributedOptimizer, Pipeline
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.05)
+            while pathlib.Path("hold").exists():
+                time.sleep(0.05)
+            return super().forward(x)
+
+    job = syncline.init()
+    pipe = Pipeline(stages=[nn.Linear(4, 4), Slow(4, 4)], loss_fn=nn.functional.mse_loss)
+    opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+    while not pathlib.Path("enough").exists():
+        pipe.step(torch.randn(8, 4), torch.randn(8, 4))
+        opt.step(); opt.zero_grad()
+        print("step", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_status_and_why_speak_of_stages(commands: Any) -> None:
+    """The second stage computes nearly all of a step; then it hangs in a forward; then it is stopped."""
+    script = commands.script(WAITING)
+    process = commands.start("run", "--name", "it", "-w", "2", "--stages", "2", "--profile", script)
+    commands.wait_for("step\nstep\nstep\n", "worker-0")
+
+    def until(command: str, words: str) -> str:
+        deadline = time.monotonic() + PATIENCE
+        while words not in (said := commands.run(command, "it").output):
+            assert time.monotonic() < deadline, said
+        return said
+
+    said = until("status", "stage 0 waits for stage 1")
+    assert "ms in its stages for a step, bubble" in said and "stage 1 computes" in said, said
+    assert "to other stages 128 B a step" in said, said  # 8 samples of 4 floats, and as many gradients
+    _, stage = pipeline_of(commands.folder, "worker-0")
+    (commands.folder / "hold").touch()
+    until("why", "the pipeline of worker-0 has waited")
+    until("why", f"stage 1 (process {stage}, computing)")
+    os.kill(stage, signal.SIGSTOP)
+    until("why", f"stage 1 (process {stage}, silent for ")
+    os.kill(stage, signal.SIGCONT)
+    (commands.folder / "enough").touch()
+    (commands.folder / "hold").unlink()
+    result = commands.finish(process)
+    assert result.code == 0, result.output
+    assert "profile: worker-0: " in result.output and "profile:   stage 1 computes " in result.output, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_micro_batches_are_planned_before_the_job_starts(commands: Any) -> None:
+    """All pipelines and all restarts have the same number: BatchNorm and rounding depend on it."""
+    script = commands.script(
+        """
+        import torch, syncline
+        from torch import nn
+        from syncline.torch import DistributedOptimizer, Pipeline
+        job = syncline.init()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        pipe = Pipeline(model, nn.functional.mse_loss, example=torch.zeros(1, 8))
+        opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+        print("micro-batches", job.config.stages, job.config.micro_batches, flush=True)
+        for step in range(2):
+            pipe.step(torch.randn(16, 8), torch.randn(16, 8))
+            opt.step(); opt.zero_grad()
+        """
+    )
+    result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "auto", script)
+    assert result.code == 0, result.output
+    found = re.search(
+        r"syncline: planned: pipelines of 2 stages, (\d+) micro-batch(es)? each: cut before ", result.output
+    )
+    assert found is not None, result.output
+    assert f"micro-batches 2 {found[1]}\n" in result.output
+    assert "the pipeline of worker-0, in 2 parts: cut before" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_as_many_stages_as_train_most(commands: Any) -> None:
+    """A model that fits is replicated: replicas have no bubble."""
+    script = commands.script(
+        """
+        import torch, syncline
+        from torch import nn
+        from syncline.torch import DistributedOptimizer, Pipeline
+        job = syncline.init()
+        pipe = Pipeline(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.functional.mse_loss)
+        opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+        pipe.step(torch.randn(16, 8), torch.randn(16, 8))
+        opt.step()
+        print(job.name, "of", job.world_size, "in stages:", job.config.stages, flush=True)
+        """
+    )
+    result = commands.run("run", "-w", "4", "--stages", "auto", "--micro-batches", "auto", script)
+    assert result.code == 0 and "worker-0 of 4 in stages: 1" in result.output, result.output
+    refused = commands.run("run", "--stages", "auto", script)
+    assert refused.code != 0 and "--stages auto: say how many processes there are" in refused.output
+    refused = commands.run("run", "-w", "2", "--stages", "two", script)
+    assert refused.code != 0 and "--stages 'two': must be a number, or auto" in refused.output
+
+
+#: What a script does, and what it is told. Each is an error at the start, and nothing hangs.
+WRONG = {
+    "no example": ("Pipeline(Net(), loss)", "give an example of its inputs with Pipeline(model, loss_fn, example="),
+    "not traced": (
+        "Pipeline(Branching(), loss, example=torch.zeros(8, 4))",
+        r"Branching cannot be traced: train.py, line \d+ \(if x.sum\(\) > 0:.*stages=\[front, back\].*cut_before=",
+    ),
+    "few layers": ("Pipeline(nn.Sequential(nn.Linear(4, 4)), loss)", "2 parts need as many layers"),
+    "small batch": ("train(Pipeline(two(), loss), 3)", "a batch of 3 samples cannot be cut into 4 micro-batches"),
+    "dynamic": ("train(Pipeline(stages=[Dynamic(), nn.Linear(4, 4)], loss_fn=loss))", "must have one shape"),
+    "sum": ("train(Pipeline(two(), nn.MSELoss(reduction='sum')))", "loss_fn must be the mean over samples"),
+    "many": ("train(Pipeline(two(), nn.MSELoss(reduction='none')))", "it must return one number, the mean"),
+    "in place": (
+        "train(Pipeline(stages=[nn.Linear(4, 4), Editing(4, 4)], loss_fn=loss))",
+        r"\(Editing\) edits in place what the stage before it gives",
+    ),
+    "other models": (
+        "train(Pipeline(nn.Sequential(nn.Linear(4, 4 if leads else 5), nn.Linear(4 if leads else 5, 4)), loss))",
+        "has made another model than the first one of its pipeline",
+    ),
+    "wrong name": (
+        "Pipeline(two(), loss, example=torch.zeros(8, 4), cut_before=['blocks.6'])",
+        "the model has no module 'blocks.6'",
+    ),
+    "wrong count": (
+        "Pipeline(two(), loss, example=torch.zeros(8, 4), cut_before=['1', '2'])",
+        "cut_before names 2 of the 1 cuts that make 2 parts",
+    ),
+    "no cut": ("Pipeline(two(), loss, cut_before=['1'])", r"cut_before needs example=\(x,\)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_a_pipeline_is_said_at_the_start(commands: Any, what: str) -> None:
+    call, words = WRONG[what]
+    script = commands.script(
+        f"""
+        import torch, syncline
+        from torch import nn
+        from syncline.torch import DistributedOptimizer, Pipeline
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            def forward(self, x):
+                return self.two(self.one(x))
+
+        class Branching(Net):
+            def forward(self, x):
+                if x.sum() > 0:
+                    return self.two(x)
+                return self.two(self.one(x))
+
+        class Dynamic(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 4)
+            def forward(self, x):
+                return super().forward(x)[x[:, 0] >= 0]
+
+        class Editing(nn.Linear):
+            def forward(self, x):
+                x += 1.0
+                return super().forward(x)
+
+        def two():
+            return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def train(pipe, size=8):
+            opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+            torch.manual_seed(0)
+            pipe.step(torch.randn(size, 4), torch.randn(size, 4))
+            opt.step()
+            print("it trained")
+
+        loss = nn.functional.mse_loss
+        job = syncline.init()
+        leads = type(job).__name__ == "Job"
+        {call}
+        """
+    )
+    result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "4", "--max-restarts", "0", script)
+    assert result.code != 0 and "it trained" not in result.output, result.output
+    assert re.search(words, result.output.replace("\n", " ")), result.output

@@ -15,15 +15,16 @@ from syncline.launch.saving import parse_bytes
 
 def _options(
     stages: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="N",
-            help="Cut the model into N parts: N workers are one pipeline, on one host. [default: 1]",
+            metavar="N|auto",
+            help="Cut the model into N parts: N workers are one pipeline, on one host. auto: as many as train most "
+            "samples per second. [default: 1]",
         ),
     ] = None,
     micro_batches: Annotated[
         str | None,
-        typer.Option(metavar="M|auto", help="Parts of a pipeline's batch. auto: four per stage. [default: auto]"),
+        typer.Option(metavar="M|auto", help="Parts of a pipeline's batch. auto: planned. [default: 4 per stage]"),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -248,6 +249,8 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = False
     if (every := settings.get("sync_every", "auto")) != "auto":
         settings["sync_every"] = _steps("--sync-every", every, "a number of steps")
+    if (stages := settings.get("stages", "auto")) != "auto":
+        settings["stages"] = _steps("--stages", stages, "a number")
     if (count := settings.get("micro_batches", "auto")) != "auto":
         settings["micro_batches"] = _steps("--micro-batches", count, "a number")
     if "save_memory" in settings:

@@ -11,6 +11,7 @@ import typer
 
 from syncline import config as configuration
 from syncline.cli.options import settings_of, takes_job_options
+from syncline.cli.planning import plan_launch
 from syncline.cli.screen import TerminalScreen
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
@@ -178,6 +179,7 @@ def prepare(
         launch.update(_default_workers(launch))
     launch = place(launch)
     check_script(target)
+    launch.update(plan_launch(launch, target))
     given, config = settle_here(launch)
     check_own_codecs(config, "" if target.is_module else target.path)
     return given, config, target

@@ -18,6 +18,7 @@ from rich.text import Text
 from syncline.cli.standing import duration, epoch_told
 from syncline.core.leasing.progress import shares
 from syncline.core.metrics import told
+from syncline.core.pipelining.telling import stages_told
 from syncline.core.units import counted
 from syncline.core.wire.control import Standings
 
@@ -179,6 +180,8 @@ class TerminalScreen:
         if self._rate is not None and not (newest is not None and newest.is_steps):
             parts.append(f"{self._rate:,.0f} samples/s")
             parts += _shares_told(shares(samples))
+        if pipelines := stages_told({name: report.stages for name, report in standings.reports.items()}):
+            parts.append(pipelines)
         if standings.readings:
             parts.append(told(standings.readings, MOST_READINGS))
         if standings.stop:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from syncline.core.metrics import told
+from syncline.core.pipelining.telling import pipeline_lines
 from syncline.core.units import counted
 from syncline.stats import EpochProgress, JobStatus, JobVerdict, MemberStatus, Wait
 
@@ -41,6 +42,9 @@ def show_status(status: JobStatus) -> str:
     if any(member.steps_per_push > 1 for member in status.members):
         made = (f"{member.name} {member.steps_per_push:,}" for member in status.members if member.role == "worker")
         lines += ["", f"local steps for a push: {', '.join(made)}"]
+    for member in status.members:
+        if told_of_stages := pipeline_lines(member.name, member.stages):
+            lines += ["", *told_of_stages]
     if status.epochs:
         lines += ["", *(_whole_epoch(epoch) for epoch in status.epochs)]
     if status.readings:

@@ -100,7 +100,8 @@ class JobEnding:
         servers = [call.answer.stats for call in calls if isinstance(call.answer, GivenServerStats)]
         with self._job.lock:
             times = {name: report.times for name, report in self._job.reports.items()}
-        for line in profile_lines(times, servers, self._job.config):
+            stages = {name: report.stages for name, report in self._job.reports.items() if report.stages}
+        for line in profile_lines(times, servers, self._job.config, stages):
             self._job.log_line(line)
 
     def _tell_all(self, outcome: Outcome, endpoints: Sequence[Endpoint]) -> None:

@@ -14,9 +14,10 @@ from syncline.coordinator.registration import RegistrationService
 from syncline.coordinator.saves import SaveService
 from syncline.coordinator.scaling import PaceService
 from syncline.core.leasing.progress import progress, shares
-from syncline.core.liveness import FRESH_SECONDS, Known, causes, why
+from syncline.core.liveness import FRESH_SECONDS, PIPELINE_OF, Known, causes, why
 from syncline.core.members import by_name
 from syncline.core.observing import JobTotals, MemberTotals
+from syncline.core.pipelining.telling import pipeline_lines
 from syncline.core.ring import protection_of
 from syncline.core.units import pushed_told
 from syncline.core.wire.control import (
@@ -44,6 +45,7 @@ from syncline.stats import (
     PushBytes,
     SaveCounts,
     ServerStats,
+    StageStats,
     StepTimes,
     Wait,
     apply_seconds,
@@ -226,7 +228,9 @@ class StatusService:
                 host=member.host,
                 heard_seconds=now - heard if heard is not None else 0.0,
                 left_seconds=self._job.liveness.deadline(name) - now if heard is not None else 0.0,
-                state=self._pace.describe(name) if now - (heard or now) < FRESH_SECONDS else "",
+                state=self._pace.describe(name) or self._in_pipeline(name)
+                if now - (heard or now) < FRESH_SECONDS
+                else "",
             )
         for name, (_, reason) in state.fencing.items():
             found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; is being fenced")
@@ -234,6 +238,14 @@ class StatusService:
             reason = self._job.evicted.get(name, "is gone")
             found[name] = Known(host="-", heard_seconds=0.0, left_seconds=0.0, state=f"it {reason}; starts again")
         return found
+
+    def _in_pipeline(self, name: str) -> str:
+        """Under the lock: which of its processes a pipeline waits for; empty if for none."""
+        heartbeat = self._job.heartbeats.get(name)
+        if heartbeat is None:
+            return ""
+        found = (wait for wait in heartbeat[0].waits if wait.what.startswith(PIPELINE_OF))
+        return "; ".join(f"its pipeline waits for {', '.join(wait.for_whom)}" for wait in found)
 
     def ask_why(self, request: Request, message: AskWhy) -> None:
         with self._job.lock:
@@ -375,6 +387,7 @@ class StatusService:
             num_backup=sum(name in replica_set.backups for replica_set in state.replica_sets.values()),
             cores=member.cores,
             pid=member.pid,
+            stages=report.stages if report is not None else [],
             samples_per_second=report.samples / report.seconds if report is not None and report.seconds else 0.0,
             steps_per_push=report.times.steps_per_push if report is not None else 1,
             share=shares.get(name, 0.0),
@@ -401,7 +414,10 @@ DEFAULTS = JobConfig()
 
 
 def profile_lines(
-    times: Mapping[str, StepTimes], servers: Sequence[ServerStats], config: JobConfig = DEFAULTS
+    times: Mapping[str, StepTimes],
+    servers: Sequence[ServerStats],
+    config: JobConfig = DEFAULTS,
+    stages: Mapping[str, Sequence[StageStats]] | None = None,
 ) -> list[str]:
     """The profile of a job, as lines to read: a table with a line per worker, and advice."""
     known = {name: times[name] for name in sorted(times, key=by_name) if times[name].num_steps}
@@ -422,6 +438,8 @@ def profile_lines(
             steps = f"{own.steps_per_push} local step{'s' if own.steps_per_push > 1 else ''}"
             lines.append(f"profile: {name} makes {steps} for a push now (--sync-every auto)")
     lines += [f"profile: {sentence}" for sentence in _advice(known, applied, config)]
+    for name in sorted(stages or {}, key=by_name):
+        lines += [f"profile: {line}" for line in pipeline_lines(name, (stages or {})[name])]
     return lines
 
 

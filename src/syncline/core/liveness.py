@@ -194,6 +194,8 @@ class Liveness:
         self._checked, self._woken = now, True
 
 
+#: A wait of the processes of one worker for each other.
+PIPELINE_OF = "the pipeline of "
 #: A member heard from within this time is not the silent one.
 FRESH_SECONDS = 1.0
 
@@ -255,7 +257,7 @@ def _what(wait: Wait, who: str, step: int) -> str:
 
 def _told(name: str, known: Known | None, wait: Wait, stuck_seconds: float) -> str:
     if known is None:
-        return f"{name} (not there)"
+        return name if wait.what.startswith(PIPELINE_OF) else f"{name} (not there)"
     words = []
     if known.state:
         words.append(known.state)

@@ -23,6 +23,8 @@ def check_stages(config: JobConfig) -> None:
         raise ConfigError(f"schedule = {config.schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if config.stages == 1:
         return
+    if config.stages == 0:
+        raise ConfigError("--stages auto is planned by syncline run; give a number here")
     if config.steps_locally:
         raise ConfigError(
             "--stages and --sync-every cannot be combined: local steps need the whole model in one process"

@@ -20,6 +20,7 @@ from syncline.worker.collectives.verbs import Collectives
 from syncline.worker.data.samples import WorkerSamples
 from syncline.worker.exchange.servers import ServersExchange
 from syncline.worker.metrics import Measures
+from syncline.worker.stages import StageProcesses
 from syncline.worker.steps import WorkerLife
 
 
@@ -34,6 +35,7 @@ class ReportingJob(Protocol):
     collectives: Collectives
     measures: Measures
     life: WorkerLife
+    stages: StageProcesses | None
     own_step: int
     committed: CommittedSteps
 
@@ -96,11 +98,11 @@ class WorkerReporting:
         threading.Thread(target=self._report_regularly, args=(closed,), name="report", daemon=True).start()
 
     def beat(self) -> Heartbeat:
-        exchange = self._job.exchange
+        exchange, stages = self._job.exchange, self._job.stages
         samples, seconds = exchange.times.measured
         return Heartbeat(
             step=exchange.num_landed,
-            waits=exchange.waits.told(),
+            waits=exchange.waits.told() + (stages.waits(self._job.name) if stages is not None else []),
             num_refused=exchange.finite.num_refused,
             is_quarantined=exchange.finite.is_quarantined,
             samples=samples,
@@ -127,6 +129,7 @@ class WorkerReporting:
                 Report(
                     job.own_step, taken, seconds, epoch, step, steps, times, job.step, pushed,
                     job.life.has_position, job.rates(), job.samples.run_done >= 1.0, job.committed,
+                    list(job.stages.stats()) if job.stages is not None else [],
                 )
             )  # fmt: skip
 

@@ -28,11 +28,15 @@ import msgspec
 
 from syncline import errors
 from syncline.config import JobConfig
+from syncline.core.liveness import PIPELINE_OF
 from syncline.errors import ConfigError, ConnectionLost, SynclineError
+from syncline.stats import StageStats, Wait
 
 #: Between two signs of life.
 BEAT_SECONDS = 0.25
-_BEAT = b"."
+_IDLE, _COMPUTING = b".", b"+"
+#: A step that takes less says nothing of who waits for whom, and neither does a shorter silence.
+_LOUD_SECONDS = 1.0
 _MOST_BYTES = 1 << 30
 _MOST_TEXT = 60_000
 #: For the leader to learn why a connection between two stages broke.
@@ -91,6 +95,7 @@ class StageProcess:
         self.number, self.pid = number, pid  #: 1, 2, …; the leader is 0
         self.channel, self.pulse = Channel(orders), pulse
         self.heard = time.monotonic()
+        self.is_computing = False  #: as it said last
 
 
 class StageProcesses:
@@ -104,6 +109,10 @@ class StageProcesses:
         """
         self.processes, self.store_fd = list(processes), store_fd
         self._say, self._silent_seconds = say, silent_seconds
+        #: Set by the leader of the pipeline, read by other threads.
+        self.stats: Callable[[], tuple[StageStats, ...]] = tuple
+        self.is_computing: Callable[[], bool] = bool  #: the leader itself
+        self.step_began: float | None = None  #: since when all stages compute a step together
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         threading.Thread(target=self._watch, name="stages", daemon=True).start()
@@ -112,6 +121,26 @@ class StageProcesses:
     def num_processes(self) -> int:
         """The leader included."""
         return len(self.processes) + 1
+
+    def waits(self, name: str) -> list[Wait]:
+        """Whom this pipeline waits for, in a step that takes long: silent processes, else those that compute."""
+        began, now = self.step_began, time.monotonic()
+        if began is None or now - began < _LOUD_SECONDS:
+            return []
+        silent = [
+            f"stage {process.number} (process {process.pid}, silent for {now - process.heard:.1f} s)"
+            for process in self.processes
+            if now - process.heard >= _LOUD_SECONDS
+        ]
+        computing = [f"stage 0 (process {os.getpid()}, computing)"] if self.is_computing() else []
+        computing += [
+            f"stage {process.number} (process {process.pid}, computing)"
+            for process in self.processes
+            if process.is_computing
+        ]
+        found = silent or computing
+        is_all = len(found) == self.num_processes and not silent
+        return [] if is_all or not found else [Wait(name, 0, found, now - began, f"{PIPELINE_OF}{name}")]
 
     def check(self) -> None:
         """Raises why a stage process has ended."""
@@ -153,13 +182,15 @@ class StageProcesses:
         except OSError:
             said = b""
         process.heard = now
-        if said and said.strip(_BEAT):
+        if said in (_IDLE, _COMPUTING):
+            process.is_computing = said == _COMPUTING
+            return True
+        if said:
             self._failure = msgspec.msgpack.decode(said, type=Failure)
             self._has_failed.set()
             return False
-        if not said:
-            self._die(f"stage {process.number} (process {process.pid}) {_end_of(process.pid)}")
-        return bool(said)
+        self._die(f"stage {process.number} (process {process.pid}) {_end_of(process.pid)}")
+        return False
 
     def _die(self, why: str) -> None:
         """A pipeline lives and dies as a whole: this worker ends as if it had been killed."""
@@ -194,6 +225,7 @@ class StagePlace:
         self.number, self.num_processes = number, num_processes
         self.channel, self.store_fd = Channel(orders), store_fd
         self._pulse = pulse
+        self.is_computing: Callable[[], bool] = bool
 
     def begin(self, name: str) -> None:
         """From now on this process shows that it lives, and leaves signals and standard output to its leader."""
@@ -209,7 +241,7 @@ class StagePlace:
     def _beat(self) -> None:
         while True:
             try:
-                self._pulse.send(_BEAT)
+                self._pulse.send(_COMPUTING if self.is_computing() else _IDLE)
             except OSError:
                 os._exit(0)  # the leader is gone
             time.sleep(BEAT_SECONDS)

@@ -45,6 +45,7 @@ class PlanRequest:
     memory: MemoryModel = dataclasses.field(default_factory=MemoryModel)
     action_seconds: float = 0.0  #: of every forward and backward of a micro-batch, besides the layers
     cut_before: tuple[str, ...] = ()  #: layers before which the model is cut, where the script says so
+    keeps_order: bool = False  #: the k-th device has the k-th stage, also if they are unequal; for one pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,12 +237,17 @@ def _problem(
         memory=request.memory,
         action_seconds=request.action_seconds if num_workers > 1 else 0.0,
         places=tuple(costs.names.index(name) for name in request.cut_before) if request.cut_before else None,
+        keeps_order=request.keeps_order,
     )
 
 
 def _plan_for(costs: ModelCosts, request: PlanRequest, num_workers: int, micro_batches: int) -> Plan | None:
     """The best plan with these counts; None if no cut fits into memory."""
-    problem = _problem(costs, request, num_workers, micro_batches, _grouped(request.devices, num_workers))
+    if request.keeps_order:
+        groups = [ReplicaGroup(devices=(device,)) for device in request.devices]
+    else:
+        groups = _grouped(request.devices, num_workers)
+    problem = _problem(costs, request, num_workers, micro_batches, groups)
     found = search(problem)
     return _as_plan(request, problem, CutTables(problem, found.order), found) if found else None
 

@@ -60,6 +60,7 @@ class Problem:
     memory: MemoryModel
     action_seconds: float = 0.0  #: of every forward and backward, besides the layers
     places: tuple[int, ...] | None = None  #: a cut may be made before these layers only; None: before every one
+    keeps_order: bool = False  #: groups stay as they are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,8 @@ def search(problem: Problem) -> BestCut | None:
 
 def worker_orders(problem: Problem) -> tuple[list[tuple[int, ...]], bool]:
     """The orders in which the groups may stand, one of those that cost the same; and whether these are all."""
+    if problem.keeps_order:
+        return [tuple(range(len(problem.groups)))], True
     named = {name for each in problem.links.between for name in (each.one, each.two)}
     kinds: list[tuple[Any, ...]] = [
         (group.speed, group.memory_bytes, *(device.name for device in group.devices if device.name in named))

@@ -23,6 +23,7 @@ from syncline.stats import (
     PushBytes,
     SaveCounts,
     ServerStats,
+    StageStats,
     StepTimes,
     Wait,
 )
@@ -239,6 +240,7 @@ class Report(Message, frozen=True):
     rates: dict[str, float] = {}  # its learning rates now
     is_through: bool = False  # it has finished the run, if its script says how long that is
     committed: CommittedSteps = CommittedSteps()  # with --sync-every
+    stages: list[StageStats] = []  # of a pipeline, its processes
 
 
 class AskStats(Message, frozen=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed
 
 from syncline import config as configuration
 from syncline.errors import ConfigError
+from syncline.stats import StageSpan
 from syncline.torch.pipelining.orders import PrepareBatches, TensorMeta
 
 dist: Any = torch.distributed  # its types are incomplete
@@ -28,6 +30,10 @@ def describe(tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
 
 def empty(meta: TensorMeta, device: str = "cpu") -> torch.Tensor:
     return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=device)
+
+
+def num_bytes(meta: TensorMeta) -> int:
+    return math.prod(meta.shape) * int(getattr(torch, meta.dtype).itemsize)
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
@@ -59,10 +65,7 @@ def infer(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> 
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             output = _forward(module, {name: fake.from_tensor(tensor) for name, tensor in named}, inputs, dtype)
     except Exception:  # whatever it is: the real forward says better what is wrong
-        with torch.random.fork_rng(devices=[]):
-            output = _forward(
-                module, {name: tensor.clone() for name, tensor in module.named_buffers()}, inputs, dtype
-            )
+        output = _computed(module, inputs, dtype)
     if not all(isinstance(one, torch.Tensor) for one in output):
         names = ", ".join(sorted({type(one).__name__ for one in output}))
         raise ConfigError(
@@ -70,6 +73,20 @@ def infer(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> 
             "tensors; cut the model elsewhere, or give stages=[...] that do"
         )
     return describe(output)
+
+
+def _computed(module: torch.nn.Module, inputs: Sequence[TensorMeta], dtype: str) -> tuple[Any, ...]:
+    state = {name: tensor.clone() for name, tensor in module.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _forward(module, state, inputs, dtype)
+    except RuntimeError as error:
+        if "in-place operation" not in str(error):
+            raise
+        raise ConfigError(
+            f"Pipeline: a stage ({type(module).__name__}) edits in place what the stage before it gives: "
+            f"{str(error).splitlines()[0]}; compute a new tensor there (y = f(x), inplace=False), or cut elsewhere"
+        ) from error
 
 
 def _forward(
@@ -84,6 +101,30 @@ def _forward(
         return as_tuple(torch.func.functional_call(module, state, tuple(given)))
 
 
+class _FixedShapes(torch.nn.Module):
+    """A part of the model. The next stage has made room for outputs of these shapes."""
+
+    def __init__(self, part: torch.nn.Module, number: int, outputs: Sequence[TensorMeta]) -> None:
+        super().__init__()
+        self.part, self._number = part, number
+        self._shapes = [tuple(meta.shape) for meta in outputs]
+
+    def forward(self, *given: Any) -> Any:
+        output = self.part(*given)
+        shapes = [tuple(one.shape) for one in as_tuple(output)]
+        if shapes != self._shapes:
+            raise ConfigError(
+                f"Pipeline: part {self._number} of the model gives tensors of shape {_listed(shapes)}, and for other "
+                f"values {_listed(self._shapes)}: what stages pass on must have one shape for one size of "
+                "micro-batches; cut the model where it has, or pad"
+            )
+        return output
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes))
+
+
 class PreparedSchedule(NamedTuple):
     """A kind of batch: its schedule, and how many micro-batches it has."""
 
@@ -95,19 +136,19 @@ class PreparedSchedule(NamedTuple):
 class StageEngine:
     """The stages of one process of a pipeline. Every process makes the same calls in the same order."""
 
-    def __init__(
-        self, parts: Mapping[int, torch.nn.Module], num_parts: int, loss_fn: LossFunction | None, schedule: str
-    ) -> None:
-        """`parts`: this process's, by number."""
-        self.parts, self._num_parts, self._loss_fn, self._schedule = dict(parts), num_parts, loss_fn, schedule
+    def __init__(self, own: Sequence[int], num_parts: int, loss_fn: LossFunction | None, schedule: str) -> None:
+        """`own`: the numbers of this process's parts."""
+        self._own, self._num_parts, self._loss_fn, self._schedule = tuple(own), num_parts, loss_fn, schedule
+        self._rank = self._own[0]  # the parts of a process begin with the one of its number
         self._prepared: dict[int, PreparedSchedule] = {}
         self._scale, self._mean = 1.0, 1
         self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
-        self.busy_seconds = 0.0  # in forwards and backwards since the last step began
+        self.spans: list[StageSpan] = []  #: forwards and backwards since the last step began, by time.perf_counter
+        self.is_computing = False  #: now, for other threads
 
     @property
     def has_last(self) -> bool:
-        return self._num_parts - 1 in self.parts
+        return self._num_parts - 1 in self._own
 
     def join(self, rank: int, size: int, store_fd: int, seconds: float) -> None:
         """The processes of the pipeline become torch's default process group, on the loopback."""
@@ -123,39 +164,44 @@ class StageEngine:
             "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
         )
 
-    def prepare(self, order: PrepareBatches) -> None:
-        """Makes the schedule for a new kind of batch."""
+    def prepare(self, order: PrepareBatches, parts: Sequence[torch.nn.Module]) -> None:
+        """Makes the schedule for a new kind of batch. `parts`: of the whole model."""
         from torch.distributed.pipelining import PipelineStage
 
         for key in order.forgets:
             self._prepared.pop(key, None)
         stages: list[Any] = [
             PipelineStage(
-                module,
+                _FixedShapes(parts[number], number, order.boundaries[number + 1]),
                 number,
                 self._num_parts,
                 _CPU,
                 input_args=_metas(order.boundaries[number]),
                 output_args=_metas(order.boundaries[number + 1]),
             )
-            for number, module in sorted(self.parts.items())
+            for number in self._own
         ]
-        for stage in stages:
-            stage.forward_one_chunk = self._timed(stage.forward_one_chunk)
-            stage.backward_one_chunk = self._timed(stage.backward_one_chunk)
+        for number, stage in zip(self._own, stages, strict=True):
+            stage.forward_one_chunk = self._timed(number, "F", stage.forward_one_chunk)
+            stage.backward_one_chunk = self._timed(number, "B", stage.backward_one_chunk)
         loss = self._loss if order.trains else None
         kind = _kind_of(self._schedule, order, dist.get_world_size())
         given = stages[0] if len(stages) == 1 else stages
         schedule = kind(given, order.num_micro_batches, loss_fn=loss, scale_grads=False)
         self._prepared[order.key] = PreparedSchedule(schedule, order.num_micro_batches, order.autocast)
 
-    def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+    def _timed(self, part: int, kind: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(micro_batch: int, *args: Any, **options: Any) -> Any:
+            began, self.is_computing = time.perf_counter(), True
             try:
-                return compute(*args, **options)
+                return compute(micro_batch, *args, **options)
+            except RuntimeError as error:  # torch's own words about an error of a stage
+                if isinstance(error.__cause__, ConfigError):
+                    raise error.__cause__ from None
+                raise
             finally:
-                self.busy_seconds += time.perf_counter() - began
+                self.spans.append(StageSpan(self._rank, part, kind, micro_batch, began, time.perf_counter()))
+                self.is_computing = False
 
         return run
 
@@ -168,7 +214,7 @@ class StageEngine:
         self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, scale: float
     ) -> float | None:
         """Forward and backward of all micro-batches; the batch's mean loss, where the last stage is."""
-        prepared, self.busy_seconds = self._prepared[key], 0.0
+        prepared, self.spans = self._prepared[key], []
         self._scale, self._mean = scale, prepared.num_micro_batches
         losses: list[torch.Tensor] | None = [] if self.has_last else None
         looks = self.has_last and key not in self._checked and prepared.num_micro_batches > 1

@@ -77,11 +77,13 @@ def find_layers(
     *,
     cut_before: Sequence[str] = (),
     stages: Sequence[torch.nn.Module] = (),
+    computes: bool = True,
 ) -> LayeredModel:
     """The layers of a model, by tracing it with this example; or the stages that a script gave, each as one layer.
 
     Shapes that the model's `forward` reads become constants: trace with an example of the size that is computed.
-    `cut_before` may name modules inside others, which are then looked into.
+    `cut_before` may name modules inside others, which are then looked into. `computes`: the model computes the
+    example meanwhile, so that its modules may branch by what they compute; else only shapes are followed.
     """
     if stages:
         whole = torch.nn.Sequential(*stages)
@@ -97,7 +99,7 @@ def find_layers(
     for name in cut_before:
         if name not in modules or not name:
             raise ConfigError(f"cut_before: the model has no module {name!r}")
-    graph = _traced(model, example, cut_before)
+    graph = _traced(model, example, cut_before, computes=computes)
     groups, names = _grouped(model, graph, cut_before)
     layers = tuple(
         _layer(
@@ -109,7 +111,12 @@ def find_layers(
                 if operation.op == "call_module"
                 for path in _inside(model, str(operation.target))
             ],
-            [str(operation.target) for operation in group if operation.op == "get_attr"],
+            [
+                str(source.target)
+                for operation in group
+                for source in operation.all_input_nodes
+                if source.op == "get_attr"  # it stands where it was read first
+            ],
         )
         for name, group in zip(names, groups, strict=True)
     )
@@ -270,15 +277,16 @@ class _ModuleTracer(torch.fx.Tracer):
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._fake is None:
             return tensor.detach().clone()
-        if tensor.device.type != "meta":
-            return self._fake.from_tensor(tensor)
         with self._fake:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
 
-def _traced(model: torch.nn.Module, example: Sequence[torch.Tensor], cut_before: Sequence[str]) -> torch.fx.Graph:
-    is_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
-    tracer = _ModuleTracer(example, cut_before, FakeTensorMode(allow_non_fake_inputs=True) if is_meta else None)
+def _traced(
+    model: torch.nn.Module, example: Sequence[torch.Tensor], cut_before: Sequence[str], *, computes: bool
+) -> torch.fx.Graph:
+    has_numbers = all(parameter.device.type != "meta" for parameter in model.parameters())
+    fake = None if computes and has_numbers else FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = _ModuleTracer(example, cut_before, fake)
     try:
         with torch.random.fork_rng(devices=[]):
             return tracer.trace(model)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed
 
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
-from syncline.stats import StageStats
+from syncline.stats import StageSpan, StageStats
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import (
@@ -21,8 +22,9 @@ from syncline.torch.pipelining.engine import (
     describe,
     empty,
     infer,
+    num_bytes,
 )
-from syncline.torch.pipelining.holding import Holdings, Tensors
+from syncline.torch.pipelining.holding import Tensors, UnwrittenBuffers, in_several, share_out
 from syncline.torch.pipelining.orders import (
     Answer,
     Cut,
@@ -35,6 +37,7 @@ from syncline.torch.pipelining.orders import (
     Place,
     PrepareBatches,
     Ready,
+    Recut,
     ShareTensors,
     Stepped,
     TensorMeta,
@@ -58,36 +61,60 @@ class _Kind(NamedTuple):
     num_micro_batches: int
     trains: bool
     autocast: str
+    modes: tuple[bool, ...]  # of a traced model: a trace has those of its time
+
+
+class _Gradient(NamedTuple):
+    """Where the gradient of a parameter of another stage lies, and the view of it here."""
+
+    place: Place
+    view: torch.Tensor
 
 
 class StageLeader:
     """The stage processes of this worker, from its script's thread."""
 
-    def __init__(self, job: Job, layers: Layers, firsts: list[int], loss_fn: LossFunction) -> None:
+    def __init__(self, job: Job, layers: Layers, loss_fn: LossFunction) -> None:
         assert job.stages is not None
         self._stages, self._processes = job.stages, job.stages.processes
         self._blocks = SharedBlocks()
-        size = self._stages.num_processes
-        count = num_parts(job.config)
+        self._size, self._count = self._stages.num_processes, num_parts(job.config)
+        self._layers, self._loss_fn, self._schedule = layers, loss_fn, job.config.schedule
         self._tensors = Tensors(layers.model)
+        self.firsts = layers.firsts(self._count)
         for process in self._processes:
-            self._send(process, Cut(firsts, digest(layers.model)))
-        parts = layers.parts(firsts)
-        self._holdings = [Holdings(self._tensors, parts[number::size]) for number in range(size)]
-        self._engine = StageEngine({n: parts[n] for n in range(0, count, size)}, count, loss_fn, job.config.schedule)
-        self._count, self._size = count, size
-        self._holdings[0].materialise()
-        forget()
+            self._send(process, Cut(self.firsts, digest(layers.model)))
         self._all_modules = list(layers.model.modules())
         self._modes: list[bool] = []
-        self._kinds: dict[_Kind, int] = {}
         self._next_kind = 0
-        self._told: list[dict[int, Place]] = [{} for _ in range(size)]
-        self._sent_blocks: list[set[int]] = [set() for _ in range(size)]
-        self._gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(size)]
-        self._busy_seconds, self._step_seconds, self._num_steps = [0.0] * size, 0.0, 0
+        self._where: dict[int, Place] = {}  # all parameters
+        self._told: list[dict[int, Place]] = [{} for _ in range(self._size)]
+        self._sent_blocks: list[set[int]] = [set() for _ in range(self._size)]
+        self._gradients: list[dict[int, _Gradient]] = [{} for _ in range(self._size)]
+        self._spare_gradients: dict[int, list[_Gradient]] = {}
+        self._last_step: tuple[float, list[StageSpan]] = (0.0, [])
+        self._follow_cut()
+        self._holdings[0].materialise(self._tensors)
+        forget()
         self._share()
-        self._engine.join(0, size, self._stages.store_fd, job.config.wait_seconds)
+        self._engine.join(0, self._size, self._stages.store_fd, job.config.wait_seconds)
+        self._stages.stats = self.stats
+
+    def _follow_cut(self) -> None:
+        """What depends on where the model is cut."""
+        self._holdings = share_out(self._tensors, self._layers, self.firsts, self._size)
+        own = range(0, self._count, self._size)
+        self._engine = engine = StageEngine(own, self._count, self._loss_fn, self._schedule)
+        self._stages.is_computing = lambda: engine.is_computing
+        self._kinds: dict[_Kind, int] = {}
+        self._crossing: dict[int, list[int]] = {}  # by kind, the bytes of a step through each cut
+        #: Of each process, in forwards and backwards, since the model was cut as it is; as `num_samples`.
+        self.busy_seconds = [0.0] * self._size
+        self._sent_bytes = [0] * self._size
+        self._step_seconds, self._num_steps, self.num_samples = 0.0, 0, 0
+        held_by_several = in_several(self._holdings)
+        own_buffers = set(self._holdings[0].buffers)
+        self._unwritten = UnwrittenBuffers(self._tensors, [i for i in held_by_several if i in own_buffers])
 
     # -- what is shared -----------------------------------------------------------------------------------
 
@@ -95,41 +122,101 @@ class StageLeader:
         return self._blocks.create_numbered(num_bytes)[1]
 
     def _share(self) -> None:
-        """Parameters and buffers of other stages get a place in shared memory; who has them writes their values."""
-        own = self._holdings[0]
+        """All parameters and buffers get a place in shared memory; the process that has them writes their values."""
         firsts: dict[int, int] = {}  # of each parameter: the first process that has it
+        first_buffers: dict[int, int] = {}
         for number, holdings in enumerate(self._holdings):
             for index in holdings.parameters:
                 firsts.setdefault(index, number)
-        shared = sorted({index for holdings in self._holdings[1:] for index in holdings.parameters})
-        buffers = sorted({index for holdings in self._holdings[1:] for index in holdings.buffers})
-        if clash := [self._tensors.buffer_names[index] for index in buffers if index in own.buffers]:
-            raise ConfigError(f"Pipeline: the buffer {clash[0]!r} is in two stages; keep it in one")
-        parameters = self._tensors.parameters
-        of_parameter = self._place(shared, parameters)
-        of_buffer = self._place(buffers, self._tensors.buffers)
-        views = {index: self._blocks.view(place, parameters[index]) for index, place in of_parameter.items()}
-        self._tensors.move({index: view for index, view in views.items() if not firsts[index]}, fill=True)
+            for index in holdings.buffers:
+                first_buffers.setdefault(index, number)
+        parameters, buffers = self._tensors.parameters, self._tensors.buffers
+        self._where = self._place(range(len(parameters)), parameters)
+        self._where_buffers = self._place(range(len(buffers)), buffers)
+        views = {index: self._blocks.view(place, parameters[index]) for index, place in self._where.items()}
+        of_buffers = {index: self._blocks.view(place, buffers[index]) for index, place in self._where_buffers.items()}
+        self._tensors.move({i: view for i, view in views.items() if not firsts[i]}, fill=True)
+        self._tensors.move_buffers({i: view for i, view in of_buffers.items() if not first_buffers[i]}, fill=True)
         for number in range(1, self._size):
             holdings = self._holdings[number]
-            learning = [i for i in holdings.parameters if parameters[i].requires_grad]
-            gradients = self._place(learning, parameters)
-            self._gradients[number] = {i: self._blocks.view(place, parameters[i]) for i, place in gradients.items()}
-            self._tell(
-                number,
-                [of_parameter[i] for i in holdings.parameters],
-                [of_buffer[i] for i in holdings.buffers],
-                list(gradients.values()),
-                [i for i in holdings.parameters if firsts[i] == number],
-            )
+            fills = [i for i in holdings.parameters if firsts[i] == number]
+            fills_buffers = [i for i in holdings.buffers if first_buffers[i] == number]
+            self._give(number, holdings.parameters, holdings.buffers, fills, fills_buffers)
         for process in self._processes:
             self._answer(process, Ready)
-        self._tensors.move({index: view for index, view in views.items() if firsts[index]}, fill=False)
-        found = {index: self._blocks.view(place, self._tensors.buffers[index]) for index, place in of_buffer.items()}
-        self._tensors.move_buffers(found, fill=False)
+        self._tensors.move({i: view for i, view in views.items() if firsts[i]}, fill=False)
+        self._tensors.move_buffers({i: view for i, view in of_buffers.items() if first_buffers[i]}, fill=False)
+        self._unwritten.note()
+
+    def _give(
+        self,
+        number: int,
+        parameters: Sequence[int],
+        buffers: Sequence[int],
+        fills: Sequence[int] = (),
+        fills_buffers: Sequence[int] = (),
+    ) -> None:
+        """Tells a process where these tensors lie, and makes room for gradients."""
+        tensors = self._tensors.parameters
+        learning = [index for index in parameters if tensors[index].requires_grad]
+        known = {i: self._spare_gradients[i].pop() for i in learning if self._spare_gradients.get(i)}
+        made = self._place([index for index in learning if index not in known], tensors)
+        known.update({i: _Gradient(place, self._blocks.view(place, tensors[i])) for i, place in made.items()})
+        self._gradients[number].update(known)
+        self._tell(
+            number,
+            [self._where[index] for index in parameters],
+            [self._where_buffers[index] for index in buffers],
+            [gradient.place for gradient in known.values()],
+            fills,
+            fills_buffers,
+        )
+
+    def cut(self, firsts: Sequence[int]) -> bool:
+        """Cuts the model elsewhere, between two steps. Nothing is copied: processes see other parts of the memory.
+
+        False, and the cut stays, if the script has given parameters other memory, which stage processes do not see.
+        """
+        self._follow_moves()
+        if len(self._where) < len(self._tensors.parameters):
+            return False
+        self._look_at_buffers()
+        before, self.firsts = self._holdings, list(firsts)
+        self._follow_cut()
+        parameters = self._tensors.parameters
+        for process in self._processes:
+            self._send(process, Recut(self.firsts))
+            number, held = process.number, set(self._holdings[process.number].parameters)
+            for index in [index for index in self._told[number] if index not in held]:
+                del self._told[number][index]
+                if (left := self._gradients[number].pop(index, None)) is not None:
+                    gradient = parameters[index].grad
+                    if gradient is not None and gradient.data_ptr() == left.view.data_ptr():
+                        parameters[index].grad = left.view.clone()
+                    self._spare_gradients.setdefault(index, []).append(left)
+        for process in self._processes:
+            now, then = self._holdings[process.number], before[process.number]
+            more = [index for index in now.parameters if index not in self._told[process.number]]
+            self._give(process.number, more, [i for i in now.buffers if i not in then.buffers])
+        for process in self._processes:
+            self._answer(process, Ready)
+        self._unwritten.note()
+        return True
+
+    @torch.no_grad()
+    def _look_at_buffers(self) -> None:
+        """A module of the first stage may have replaced a buffer's tensor, or its memory."""
+        for index in self._holdings[0].buffers:
+            buffer = self._tensors.buffers[index]
+            view = self._blocks.view(self._where_buffers[index], buffer)
+            if buffer.numel() and buffer.data_ptr() != view.data_ptr():
+                view.copy_(buffer)
+                buffer.data = view
 
     def _place(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[int, Place]:
         """A place for each of these in a new block."""
+        if not indices:
+            return {}
         offsets, end = layout(tensors[index] for index in indices)
         number, _ = self._blocks.create_numbered(end)
         return {index: Place(index, number, offset) for index, offset in zip(indices, offsets, strict=True)}
@@ -141,43 +228,43 @@ class StageLeader:
         buffers: Sequence[Place] = (),
         gradients: Sequence[Place] = (),
         fills: Sequence[int] = (),
+        fills_buffers: Sequence[int] = (),
         drops: Sequence[int] = (),
     ) -> None:
         used = {place.block for place in (*parameters, *buffers, *gradients)} - self._sent_blocks[number]
         blocks, fds = self._blocks.describe(used)
-        order = ShareTensors(blocks, parameters, list(buffers), list(gradients), list(fills), list(drops))
+        order = ShareTensors(
+            blocks, parameters, list(buffers), list(gradients), list(fills), list(fills_buffers), list(drops)
+        )
         self._send(self._processes[number - 1], order, fds)
         self._sent_blocks[number] |= used
         self._told[number].update((place.index, place) for place in parameters)
 
     def _follow_moves(self) -> None:
         """An optimizer has moved parameters to memory of its own: stage processes follow."""
-        parameters, before = self._tensors.parameters, self._blocks_told()
-        changes: dict[int, list[Place]] = {}
+        before = {place.block for place in self._where.values()}
+        told = {index for each in self._told for index in each}
+        for index, parameter in enumerate(self._tensors.parameters):
+            if not parameter.numel():
+                continue
+            place = self._blocks.place_of(index, parameter)
+            if place is not None:
+                self._where[index] = place
+            elif index in told:
+                raise ConfigError(
+                    f"Pipeline: the script has given {self._tensors.names[index]!r} other memory (.data = …); "
+                    "write into it in place (.copy_())"
+                )
+            else:
+                self._where.pop(index, None)  # of this process only, and it stays here
+        left = before - {place.block for place in self._where.values()}
         for number in range(1, self._size):
-            moved = []
-            for index, known in self._told[number].items():
-                place = self._blocks.place_of(index, parameters[index])
-                if place is None:
-                    raise ConfigError(
-                        f"Pipeline: the script has given {self._tensors.names[index]!r} other memory (.data = …); "
-                        "write into it in place (.copy_())"
-                    )
-                if place != known:
-                    moved.append(place)
-            if moved:
-                changes[number] = moved
-        for number, moved in changes.items():
-            self._told[number].update((place.index, place) for place in moved)
-        left = before - self._blocks_told()
-        for number, moved in changes.items():
-            self._tell(number, moved, drops=sorted(left))
-            self._answer(self._processes[number - 1], Ready)
+            moved = [self._where[index] for index, known in self._told[number].items() if self._where[index] != known]
+            drops = sorted(left & self._sent_blocks[number])
+            if moved or drops:
+                self._tell(number, moved, drops=drops)
+                self._answer(self._processes[number - 1], Ready)
         self._blocks.drop(left)
-
-    def _blocks_told(self) -> set[int]:
-        """The blocks in which other stages have parameters."""
-        return {place.block for told in self._told for place in told.values()}
 
     # -- orders -------------------------------------------------------------------------------------------
 
@@ -205,58 +292,93 @@ class StageLeader:
     def _kind_of(self, inputs: Sequence[torch.Tensor], count: int, *, trains: bool) -> int:
         """The number of the schedule for such a batch; made, and its buffers allocated, at the first one."""
         shapes = tuple((tuple(t.shape), str(t.dtype)) for t in inputs)
-        kind = _Kind(shapes, count, trains, autocast_now())
+        modes = tuple(self._modes) if self._layers.is_traced else ()
+        kind = _Kind(shapes, count, trains, autocast_now(), modes)
         known = self._kinds.pop(kind, None)
         if known is not None:
             self._kinds[kind] = known  # the latest
             return known
         boundaries = [[TensorMeta([m.shape[0] // count, *m.shape[1:]], m.dtype) for m in describe(inputs)]]
         for part in range(self._count):
-            boundaries.append(self._infer(part, boundaries[-1], kind.autocast))
+            boundaries.append(self._infer(part, boundaries[-1], kind.autocast, boundaries[0]))
         forgets = [self._kinds.pop(next(iter(self._kinds))) for _ in range(len(self._kinds) + 1 - _MOST_KINDS)]
         order = PrepareBatches(self._next_kind, count, boundaries, trains, kind.autocast, forgets)
         self._next_kind += 1
         for process in self._processes:
             self._send(process, order)
-        self._engine.prepare(order)
+        self._engine.prepare(order, self._layers.parts(self.firsts, boundaries[0]))
         self._kinds[kind] = order.key
+        self._crossing = {key: known for key, known in self._crossing.items() if key not in forgets}
+        self._crossing[order.key] = [count * sum(map(num_bytes, metas)) for metas in boundaries[1:-1]]
         return order.key
 
-    def _infer(self, part: int, inputs: list[TensorMeta], autocast: str) -> list[TensorMeta]:
+    def _infer(self, part: int, inputs: list[TensorMeta], autocast: str, batch: list[TensorMeta]) -> list[TensorMeta]:
         owner = part % self._size
         if not owner:
-            return infer(self._engine.parts[part], inputs, autocast)
+            return infer(self._layers.parts(self.firsts, batch)[part], inputs, autocast)
         process = self._processes[owner - 1]
-        self._send(process, Infer(part, inputs, autocast))
+        self._send(process, Infer(part, inputs, autocast, batch))
         return self._answer(process, Inferred).outputs
 
     def step(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, count: int, scale: float) -> float:
         """A batch through all stages; its mean loss. The gradients of all stages are in the leader's parameters."""
-        began = time.perf_counter()
         self._follow_moves()
         self._tell_modes()
         key = self._kind_of(inputs, count, trains=True)
         target = target.detach().contiguous()
         meta = describe([target])[0]
-        for number, process in enumerate(self._processes, 1):
-            self._send(process, TrainStep(key, meta, scale, self._kept(number)))
-        loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
-        for number, process in enumerate(self._processes, 1):
-            answer = self._answer(process, Stepped)
-            loss = answer.loss if (self._count - 1) % self._size == number else loss
-            self._take_gradients(number, answer.touched)
-            self._busy_seconds[number] += answer.busy_seconds
-        self._busy_seconds[0] += self._engine.busy_seconds
+        began = time.perf_counter()
+        spans: list[StageSpan] = []
+        self._stages.step_began = time.monotonic()
+        try:
+            for number, process in enumerate(self._processes, 1):
+                self._send(process, TrainStep(key, meta, scale, self._kept(number)))
+            loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
+            for number, process in enumerate(self._processes, 1):
+                answer = self._answer(process, Stepped)
+                loss = answer.loss if (self._count - 1) % self._size == number else loss
+                self._take_gradients(number, answer.touched)
+                spans += answer.spans
+        finally:
+            self._stages.step_began = None
+        spans += self._engine.spans
+        for span in spans:
+            self.busy_seconds[span.stage] += span.end - span.begin
+        self._last_step = began, spans
+        for cut, crossing in enumerate(self._crossing[key]):  # activations go down, as many bytes of gradients up
+            self._sent_bytes[cut % self._size] += crossing
+            self._sent_bytes[(cut + 1) % self._size] += crossing
         self._step_seconds += time.perf_counter() - began
         self._num_steps += 1
+        self.num_samples += inputs[0].shape[0]
+        self._unwritten.check()
         assert loss is not None
         return loss
 
     def stats(self) -> tuple[StageStats, ...]:
+        """Of all steps since the model was cut as it is."""
         return tuple(
-            StageStats(number, self._num_steps, busy, self._step_seconds)
-            for number, busy in enumerate(self._busy_seconds)
+            StageStats(
+                stage=number,
+                num_steps=self._num_steps,
+                busy_seconds=self.busy_seconds[number],
+                step_seconds=self._step_seconds,
+                layers=" + ".join(self._told_layers(part) for part in range(number, self._count, self._size)),
+                sent_bytes=self._sent_bytes[number],
+                parameter_bytes=sum(self._tensors.parameters[i].nbytes for i in self._holdings[number].parameters),
+            )
+            for number in range(self._size)
         )
+
+    def timeline(self) -> tuple[StageSpan, ...]:
+        """The newest step."""
+        began, spans = self._last_step
+        shifted = (msgspec.structs.replace(span, begin=span.begin - began, end=span.end - began) for span in spans)
+        return tuple(sorted(shifted, key=lambda span: (span.stage, span.begin)))
+
+    def _told_layers(self, part: int) -> str:
+        names = self._layers.names[self.firsts[part] : [*self.firsts, len(self._layers.names)][part + 1]]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
     def _run(self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor, scale: float) -> float | None:
         last = (self._count - 1) % self._size
@@ -280,7 +402,7 @@ class StageLeader:
         """The parameters of this process whose gradients are added to."""
         parameters = self._tensors.parameters
         kept = []
-        for index, view in self._gradients[number].items():
+        for index, (_, view) in self._gradients[number].items():
             gradient = parameters[index].grad
             if gradient is None or not self._is_first(number, index):
                 continue
@@ -297,7 +419,7 @@ class StageLeader:
         """Gradients of tied weights are added up in the order of the stages."""
         parameters = self._tensors.parameters
         for index in touched:
-            view, parameter = self._gradients[number][index], parameters[index]
+            view, parameter = self._gradients[number][index].view, parameters[index]
             if self._is_first(number, index):
                 parameter.grad = view
             elif parameter.grad is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.stats import StageSpan
+
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     """Shape and type of a tensor that travels between two stages."""
@@ -35,23 +37,34 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
     digest: str
 
 
+class Recut(msgspec.Struct, frozen=True, tag=True):
+    """The model is cut here from now on. What a process holds in addition comes with the next ShareTensors."""
+
+    firsts: list[int]
+
+
 class ShareTensors(msgspec.Struct, frozen=True, tag=True):
-    """From now on these tensors lie there. `fills`: parameters whose values this process has and writes first."""
+    """From now on these tensors lie there. `fills`: parameters whose values this process has and writes first.
+
+    `fills_buffers`: likewise buffers.
+    """
 
     blocks: list[Block]
     parameters: list[Place]
     buffers: list[Place] = []
     gradients: list[Place] = []
     fills: list[int] = []
+    fills_buffers: list[int] = []
     drops: list[int] = []  #: blocks that are used no more
 
 
 class Infer(msgspec.Struct, frozen=True, tag=True):
-    """Which tensors does this part of the model make of these?"""
+    """Which tensors does this part of the model make of these? `batch`: a micro-batch, as it enters the model."""
 
     part: int
     inputs: list[TensorMeta]
     autocast: str
+    batch: list[TensorMeta]
 
 
 class PrepareBatches(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +99,7 @@ class Evaluate(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
-Order = Cut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate
+Order = Cut | Recut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -102,12 +115,12 @@ class Inferred(msgspec.Struct, frozen=True, tag=True):
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """A step is made. `loss`: of the last stage, the mean. `touched`: parameters that have a gradient.
 
-    `busy_seconds`: in forwards and backwards.
+    `spans`: its forwards and backwards, by the clock that all processes of a host share.
     """
 
     loss: float
     touched: list[int]
-    busy_seconds: float
+    spans: list[StageSpan]
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):

@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import torch
 
-from syncline.core.stages import num_micro_batches, num_parts, wanted_micro_batches
+from syncline.core.stages import num_micro_batches, wanted_micro_batches
 from syncline.errors import ConfigError
 from syncline.net.memory import aligned_zeros
-from syncline.stats import StageStats
+from syncline.stats import StageSpan, StageStats
 from syncline.torch.pipelining.cutting import Chain, Layers
 from syncline.torch.pipelining.deferred import forget, materialise
 from syncline.torch.pipelining.engine import LossFunction, check_mean, scaled_loss
 from syncline.torch.pipelining.leading import StageLeader
 from syncline.torch.pipelining.plan_only import answer_if_asked
+from syncline.torch.pipelining.scheduling import StageScheduler
 from syncline.torch.pipelining.serving import serve
 from syncline.worker.arrays import Bytes
 from syncline.worker.current import current_job, stage_job
@@ -30,6 +31,9 @@ class Pipeline(torch.nn.Module):
     tuple of tensors. `loss_fn(output, target)` is the mean over the samples. Parameters have the names of the whole
     model.
 
+    With `--stages`, the scheduler decides where the model is cut, from a profile of the first batch; `cut_before`
+    names the modules before which you want it cut. A model that is no `nn.Sequential` is traced with `example=(x,)`.
+
     With `--stages`, only the first process of a pipeline goes on with the script after this call. Without, the same
     script trains in one process.
     """
@@ -40,6 +44,8 @@ class Pipeline(torch.nn.Module):
         loss_fn: LossFunction | None = None,
         *,
         stages: Sequence[torch.nn.Module] | None = None,
+        example: torch.Tensor | Sequence[torch.Tensor] = (),
+        cut_before: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if (model is None) == (stages is None):
@@ -48,19 +54,24 @@ class Pipeline(torch.nn.Module):
             raise ConfigError("Pipeline: give loss_fn, the mean over the samples of a batch, by output and target")
         if stages is not None and (not stages or not all(isinstance(one, torch.nn.Module) for one in stages)):
             raise ConfigError("Pipeline: stages must be a list of torch.nn.Modules")
+        example = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+        _check_cuts(example, cut_before, stages)
         self.model = model if model is not None else Chain(*cast(Sequence[torch.nn.Module], stages))
         self._given_stages = tuple(stages or ())
-        self._loss_fn, self._has_checked_loss = loss_fn, False
+        self._loss_fn, self._has_checked_loss, self._has_stepped = loss_fn, False, False
+        self._cut_before = tuple(cut_before)
         self._leader: StageLeader | None = None
+        self._scheduler: StageScheduler | None = None
         place = stage_job()
         if place is not None:
-            serve(place, Layers(self.model, stages), loss_fn)
+            serve(place, lambda: Layers(self.model, stages, example, cut_before), loss_fn)
         self._job = current_job()
         config = self._job.config
         self._num_wanted = wanted_micro_batches(config)
         if self._job.stages is not None:
-            layers = Layers(self.model, stages)
-            self._leader = StageLeader(self._job, layers, layers.firsts(num_parts(config)), loss_fn)
+            layers = Layers(self.model, stages, example, cut_before)
+            self._leader = StageLeader(self._job, layers, loss_fn)
+            self._scheduler = StageScheduler(self._job, layers, loss_fn, self._leader)
         else:
             materialise([*self.model.parameters(), *self.model.buffers()])
             forget()
@@ -100,12 +111,26 @@ class Pipeline(torch.nn.Module):
         """
         *inputs, target = self._checked(given)
         whole = None if self._given_stages else self.model
-        answer_if_asked(whole, self._loss_fn, inputs, target, stages=self._given_stages)
-        count = num_micro_batches(inputs[0].shape[0], self._num_wanted)
+        answer_if_asked(whole, self._loss_fn, inputs, target, cut_before=self._cut_before, stages=self._given_stages)
+        count = self._count(inputs[0].shape[0])
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
         if self._leader is not None:
+            assert self._scheduler is not None
+            self._scheduler.look(inputs, target, count)
             return torch.tensor(self._leader.step(inputs, target, count, scale))
         return self._step_alone(inputs, target, count, scale)
+
+    def _count(self, num_samples: int) -> int:
+        """The number of micro-batches of a batch. Only later ones may be too short for the number that was set."""
+        if not self._has_stepped and not self._job.step and num_samples < self._num_wanted:
+            said = self._job.config.micro_batches
+            if said != "auto":
+                raise ConfigError(
+                    f"Pipeline: a batch of {num_samples} samples cannot be cut into {said} micro-batches; use larger "
+                    f"batches, or --micro-batches {num_samples} at most"
+                )
+        self._has_stepped = True
+        return num_micro_batches(num_samples, self._num_wanted)
 
     def _step_alone(self, inputs: list[torch.Tensor], target: torch.Tensor, count: int, scale: float) -> torch.Tensor:
         total, outputs = 0.0, list[torch.Tensor]()
@@ -144,6 +169,10 @@ class Pipeline(torch.nn.Module):
         """How busy each process of this pipeline was in its steps; nothing in one process."""
         return self._leader.stats() if self._leader is not None else ()
 
+    def timeline(self) -> tuple[StageSpan, ...]:
+        """Every forward and backward of the newest step, by stage and time; nothing in one process."""
+        return self._leader.timeline() if self._leader is not None else ()
+
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def evaluate(self, *inputs: torch.Tensor) -> Any:
@@ -158,6 +187,17 @@ class Pipeline(torch.nn.Module):
     def forward(self, *inputs: torch.Tensor) -> Any:
         """As `evaluate`; in one process with gradients, if they are on."""
         return self.model(*inputs) if self._leader is None else self.evaluate(*inputs)
+
+
+def _check_cuts(example: Sequence[Any], cut_before: Sequence[str], stages: Sequence[torch.nn.Module] | None) -> None:
+    if not all(isinstance(one, torch.Tensor) and one.dim() for one in example):
+        raise ConfigError("Pipeline: example must be the inputs of the model, as tensors: example=(x,)")
+    if isinstance(cut_before, str) or not all(isinstance(one, str) for one in cut_before):
+        raise ConfigError('Pipeline: cut_before takes names of modules: cut_before=["blocks.6"]')
+    if cut_before and stages is not None:
+        raise ConfigError("Pipeline: give stages or cut_before, not both: stages are cut where they begin")
+    if cut_before and not example:
+        raise ConfigError("Pipeline: cut_before needs example=(x,), with which the model is traced")
 
 
 def check_is_pipeline(model: torch.nn.Module | None, job: Job) -> None:

@@ -41,18 +41,24 @@ def profile_model(
     cut_before: Sequence[str] = (),
     stages: Sequence[torch.nn.Module] = (),
     threads: int = 0,
+    micro_batches: int | None = None,
+    computes: bool = True,
     cache: pathlib.Path | None = None,
 ) -> ModelCosts:
     """What the layers cost for micro-batches of this batch, measured here with so many threads (0: as it is).
 
     The model stays as it is: layers are measured on copies, one at a time. `cache`: the folder for profiles, by
-    default the user's.
+    default the user's. `micro_batches`: only for so many, where that is known. `computes`: see `find_layers`.
     """
     batch = _batch_of(example, target)
     # Not one sample, which a BatchNorm refuses; a micro-batch of one is taken to be as slow as the smallest here.
     sizes = [size for size in divisors(batch) if batch // size in PARTS and (size > 1 or batch == 1)]
+    if micro_batches is not None:
+        sizes = [batch // micro_batches]
     with _threads(threads), torch.random.fork_rng(devices=[]):
-        layered = find_layers(model, _part(example, sizes[0]), cut_before=cut_before, stages=stages)
+        layered = find_layers(
+            model, _part(example, sizes[0]), cut_before=cut_before, stages=stages, computes=computes
+        )
         digest = digest_of(layered, loss_fn, example, target, sizes)
         path = (cache if cache is not None else configuration.cache_folder() / "pipelines") / f"{digest}.json"
         if (known := _read(path)) is not None:
@@ -60,7 +66,9 @@ def profile_model(
         measured = []
         for size in sizes:
             if size != sizes[0]:  # what the model reads of shapes is a constant of the trace
-                layered = find_layers(model, _part(example, size), cut_before=cut_before, stages=stages)
+                layered = find_layers(
+                    model, _part(example, size), cut_before=cut_before, stages=stages, computes=computes
+                )
             wanted = None if target is None else _part([target], size)[0]
             layers = tuple(_measured(layered, loss_fn, _part(example, size), wanted))
             measured.append(MeasuredBatch(num_samples=size, layers=layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from syncline.errors import ConfigError, ConnectionLost
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import LossFunction, StageEngine, as_tuple, describe, empty, infer
-from syncline.torch.pipelining.holding import Holdings, Tensors
+from syncline.torch.pipelining.holding import Tensors, UnwrittenBuffers, hollow, in_several, share_out
 from syncline.torch.pipelining.orders import (
     Answer,
     Cut,
@@ -26,6 +27,7 @@ from syncline.torch.pipelining.orders import (
     Order,
     PrepareBatches,
     Ready,
+    Recut,
     ShareTensors,
     Stepped,
     TrainStep,
@@ -38,11 +40,14 @@ dist: Any = torch.distributed  # its types are incomplete
 _LAST_SECONDS = 60.0
 
 
-def serve(job: StageJob, layers: Layers, loss_fn: LossFunction) -> NoReturn:
-    """Does what the leader says until it is gone; never returns."""
+def serve(job: StageJob, find: Callable[[], Layers], loss_fn: LossFunction) -> NoReturn:
+    """Does what the leader says until it is gone; never returns.
+
+    The leader tells first if the model cannot be cut.
+    """
     try:
         cut, _ = job.place.channel.receive(Cut)
-        server = StageServer(job, layers, cut, loss_fn)
+        server = StageServer(job, find(), cut, loss_fn)
         while True:
             order, fds = job.place.channel.receive(Order)
             answer = server.obey(order, fds)
@@ -68,34 +73,45 @@ class StageServer:
             )
         self._job, place = job, job.place
         count, self._size, self._number = num_parts(job.config), place.num_processes, place.number
-        parts = layers.parts(cut.firsts)
-        own = {number: parts[number] for number in range(self._number, count, self._size)}
-        self._engine = StageEngine(own, count, loss_fn, job.config.schedule)
+        self._count, self._layers, self._loss_fn = count, layers, loss_fn
         self._tensors = Tensors(layers.model)
-        self._holdings = Holdings(self._tensors, list(own.values()))
-        self._holdings.materialise()
-        forget()
-        self._all_modules = list(layers.model.modules())
-        self._blocks = MappedBlocks()
-        self._has_joined = False
+        self._hooked: set[int] = set()
         self._gradients: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._output: tuple[torch.Tensor, ...] = ()
-        for index in self._holdings.parameters:
-            parameter = self._tensors.parameters[index]
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._touched.add(index))
+        self._follow_cut(cut.firsts)
+        self._holdings.materialise(self._tensors)
+        forget()
+        self._all_modules = list(layers.model.modules())
+        self._blocks = MappedBlocks()
+        self._has_joined = False
         # Else all stages of all pipelines would draw the same numbers.
         torch.manual_seed((torch.initial_seed() + self._number + 1009 * job.rank) % (1 << 63))
+
+    def _follow_cut(self, firsts: list[int]) -> None:
+        """What depends on where the model is cut."""
+        self._firsts = firsts
+        all_holdings = share_out(self._tensors, self._layers, firsts, self._size)
+        self._holdings = all_holdings[self._number]
+        own = range(self._number, self._count, self._size)
+        self._engine = engine = StageEngine(own, self._count, self._loss_fn, self._job.config.schedule)
+        self._job.place.is_computing = lambda: engine.is_computing
+        own_buffers = set(self._holdings.buffers)
+        self._unwritten = UnwrittenBuffers(
+            self._tensors, [index for index in in_several(all_holdings) if index in own_buffers]
+        )
 
     def obey(self, order: Order, fds: list[int]) -> Answer | None:
         if isinstance(order, ShareTensors):
             return self._share(order, fds)
         if isinstance(order, Infer):
-            return Inferred(infer(self._engine.parts[order.part], order.inputs, order.autocast))
-        if isinstance(order, PrepareBatches):
-            self._engine.prepare(order)
+            part = self._layers.parts(self._firsts, order.batch)[order.part]
+            return Inferred(infer(part, order.inputs, order.autocast))
+        if isinstance(order, Recut):
+            self._recut(order.firsts)
+        elif isinstance(order, PrepareBatches):
+            self._engine.prepare(order, self._layers.parts(self._firsts, order.boundaries[0]))
         elif isinstance(order, Modes):
             for module, training in zip(self._all_modules, order.training, strict=True):
                 module.training = training
@@ -116,24 +132,48 @@ class StageServer:
 
     def _share(self, order: ShareTensors, fds: list[int]) -> Answer:
         self._blocks.add(order.blocks, fds)
-        parameters = self._tensors.parameters
+        parameters, buffers = self._tensors.parameters, self._tensors.buffers
         views = {place.index: self._blocks.view(place, parameters[place.index]) for place in order.parameters}
         fills = set(order.fills)
         self._tensors.move({index: view for index, view in views.items() if index in fills}, fill=True)
         self._tensors.move({index: view for index, view in views.items() if index not in fills}, fill=False)
-        if order.buffers:
-            buffers = self._tensors.buffers
-            self._buffers = {place.index: self._blocks.view(place, buffers[place.index]) for place in order.buffers}
-            self._tensors.move_buffers(self._buffers, fill=True)
-        if order.gradients:
-            self._gradients = {p.index: self._blocks.view(p, parameters[p.index]) for p in order.gradients}
-        if not self._has_joined:  # at the first time: what this process does not compute with
-            kept = set(self._holdings.parameters)
-            for index, parameter in enumerate(parameters):
-                if index not in kept and not parameter.is_meta:
-                    parameter.data = torch.empty(0, dtype=parameter.dtype)
+        found = {place.index: self._blocks.view(place, buffers[place.index]) for place in order.buffers}
+        fills = set(order.fills_buffers)
+        self._tensors.move_buffers({index: view for index, view in found.items() if index in fills}, fill=True)
+        self._tensors.move_buffers({index: view for index, view in found.items() if index not in fills}, fill=False)
+        self._buffers.update(found)
+        self._gradients.update({p.index: self._blocks.view(p, parameters[p.index]) for p in order.gradients})
+        if not self._has_joined:  # at the first time
+            self._leave()
+        self._hook()
         self._blocks.drop(order.drops)
+        self._unwritten.note()
         return Ready()
+
+    def _recut(self, firsts: list[int]) -> None:
+        self._follow_cut(firsts)
+        held, held_buffers = set(self._holdings.parameters), set(self._holdings.buffers)
+        self._gradients = {index: view for index, view in self._gradients.items() if index in held}
+        self._buffers = {index: view for index, view in self._buffers.items() if index in held_buffers}
+        self._leave()
+
+    def _leave(self) -> None:
+        """Lets go of what this process does not compute with."""
+        held, held_buffers = set(self._holdings.parameters), set(self._holdings.buffers)
+        for index, parameter in enumerate(self._tensors.parameters):
+            if index not in held and not parameter.is_meta:
+                parameter.grad, parameter.data = None, hollow(parameter)
+        for index, buffer in enumerate(self._tensors.buffers):
+            if index not in held_buffers and not buffer.is_meta:
+                buffer.data = hollow(buffer)
+
+    def _hook(self) -> None:
+        """Notes which parameters get gradients."""
+        for index in self._holdings.parameters:
+            parameter = self._tensors.parameters[index]
+            if parameter.requires_grad and index not in self._hooked:
+                self._hooked.add(index)
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._touched.add(index))
 
     def _step(self, order: TrainStep) -> Stepped:
         keeps = set(order.keeps)
@@ -149,13 +189,15 @@ class StageServer:
             dist.recv(target, 0)
         loss = self._engine.step(order.key, (), target, order.scale)
         self._look_at_buffers()
-        return Stepped(loss or 0.0, sorted(self._touched), self._engine.busy_seconds)
+        self._unwritten.check()
+        return Stepped(loss or 0.0, sorted(self._touched), self._engine.spans)
 
     def _look_at_buffers(self) -> None:
         """A module may have replaced a buffer's tensor, or its memory."""
+        buffers = self._tensors.buffers
         for index, view in self._buffers.items():
-            buffer = self._tensors.buffers[index]
-            if buffer.data_ptr() != view.data_ptr():
+            buffer = buffers[index]
+            if buffer.numel() and buffer.data_ptr() != view.data_ptr():
                 view.copy_(buffer)
                 buffer.data = view
 
