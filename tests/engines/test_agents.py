@@ -16,7 +16,7 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.engines import hub
-from syncline.engines.agent import AgentPlan, Versions, versions_here
+from syncline.engines.agent import AgentPlan, InstalledVersions, versions_here
 from syncline.engines.agents import Agents
 from syncline.engines.hub import Hub, differing
 from syncline.errors import ConfigError
@@ -175,6 +175,6 @@ def test_versions_that_differ_are_named() -> None:
     assert differing(here, here, "a") == ""
     other = msgspec.structs.replace(here, syncline="9.9")
     assert differing(other, here, "a") == f"host a has syncline 9.9, this host {here.syncline}: install one version"
-    assert "host a has Python 3.9.1" in differing(Versions("3.9.1", here.syncline, ""), here, "a")
+    assert "host a has Python 3.9.1" in differing(InstalledVersions("3.9.1", here.syncline, ""), here, "a")
     patch = f"{here.python.rpartition('.')[0]}.99"
     assert differing(msgspec.structs.replace(here, python=patch, torch="0"), here, "a") == ""

@@ -67,7 +67,7 @@ class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"agent-{self.number}"
 
 
-class Versions(msgspec.Struct, frozen=True):
+class InstalledVersions(msgspec.Struct, frozen=True):
     """What all hosts of a job have in common, or else is named."""
 
     python: str
@@ -76,14 +76,14 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def versions_here() -> Versions:
+def versions_here() -> InstalledVersions:
     def of(package: str) -> str:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return ""
 
-    return Versions(platform.python_version(), of("syncline"), of("torch"))
+    return InstalledVersions(platform.python_version(), of("syncline"), of("torch"))
 
 
 class _Started:

@@ -27,7 +27,7 @@ from syncline.core.wire.agents import (
     TellMember,
 )
 from syncline.core.wire.message import Done, Message
-from syncline.engines.agent import LOST_SECONDS, Versions, versions_here
+from syncline.engines.agent import LOST_SECONDS, InstalledVersions, versions_here
 from syncline.errors import ConfigError, ProtocolError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan
@@ -202,7 +202,7 @@ class Hub:
             member.end(message.code, told)
 
     def _join(self, request: Request, message: AgentJoin) -> None:
-        there, here = Versions(message.python, message.syncline, message.torch), versions_here()
+        there, here = InstalledVersions(message.python, message.syncline, message.torch), versions_here()
         if trouble := differing(there, here, message.host):
             with self._lock:
                 self._trouble = self._trouble or trouble
@@ -273,7 +273,7 @@ class Hub:
             return {one.name: agent.host for agent in self._agents.values() for one in agent.members.values()}
 
 
-def differing(there: Versions, here: Versions, host: str) -> str:
+def differing(there: InstalledVersions, here: InstalledVersions, host: str) -> str:
     """What has to be the same on all hosts and is not, in words."""
     if there.syncline != here.syncline:
         return f"host {host} has syncline {there.syncline}, this host {here.syncline}: install one version"

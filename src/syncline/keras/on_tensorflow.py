@@ -19,7 +19,7 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(array) for array in exchange([tensor.numpy() for tensor in given])]
 
-    copies = Copies()
+    copies = ReusedMemory()
 
     def call(*arrays: Any) -> list[Any]:
         with from_graph():
@@ -31,12 +31,12 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     return list(found)
 
 
-#: References to an array that nobody else has, as `Copies.of` counts them; sets of copies that are kept.
+#: References to an array that nobody else has, as `ReusedMemory.of` counts them; sets of copies that are kept.
 _UNUSED, _MOST_KEPT = 3, 4
 
 
-class Copies:
-    """Copies for TensorFlow, which makes tensors and variables of the memory that it gets.
+class ReusedMemory:
+    """ReusedMemory for TensorFlow, which makes tensors and variables of the memory that it gets.
 
     Memory that TensorFlow has given back is used again: new memory in every step takes longer than the copies.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from syncline.keras.on_tensorflow import Copies
+from syncline.keras.on_tensorflow import ReusedMemory
 
 
 def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
-    copies, given = Copies(), [np.arange(6.0), np.ones((2, 3), np.float32)]
+    copies, given = ReusedMemory(), [np.arange(6.0), np.ones((2, 3), np.float32)]
     first = copies.of(given)
     places = [each.ctypes.data for each in first]
     assert all(place % 64 == 0 for place in places)
@@ -20,7 +20,7 @@ def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
 
 
 def test_a_reference_to_one_array_keeps_all_of_its_step() -> None:
-    copies, given = Copies(), [np.arange(6.0), np.ones(3)]
+    copies, given = ReusedMemory(), [np.arange(6.0), np.ones(3)]
     kept = copies.of(given)[0]
     later = [copies.of([given[0] + n, given[1]]) for n in range(1, 7)]
     assert kept.tolist() == [0, 1, 2, 3, 4, 5]
@@ -29,7 +29,7 @@ def test_a_reference_to_one_array_keeps_all_of_its_step() -> None:
 
 def test_variables_and_tensors_of_a_graph_keep_their_numbers() -> None:
     """TensorFlow makes a variable of the memory itself where it can."""
-    copies, source = Copies(), np.zeros(1 << 16, np.float32)
+    copies, source = ReusedMemory(), np.zeros(1 << 16, np.float32)
     variable = tf.Variable(tf.zeros(1 << 16))
 
     @tf.function
