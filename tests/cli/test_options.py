@@ -15,11 +15,16 @@ from syncline.cli.main import main
 
 #: For whoever starts the other processes.
 OF_THE_LAUNCHER = {"quiet", "log_format", "script", "arguments", "module", "max_restarts", "hosts", "remote", "env"}
+#: Of batch jobs.
+OF_SLURM = {
+    "on", "slurm_hosts", "gpus_per_host", "cpus_per_host", "time", "partition", "requeue", "engine_options",
+    "queue_seconds", "detach",
+}  # fmt: skip
 
 
 def test_the_coordinator_takes_what_run_takes() -> None:
     whole, by_hand = (set(inspect.signature(command).parameters) for command in (run.run, roles.coordinator))
-    assert by_hand == whole - OF_THE_LAUNCHER | {"job"}
+    assert by_hand == whole - OF_THE_LAUNCHER - OF_SLURM | {"job", "made"}
 
 
 def test_what_the_coordinator_was_told_is_in_the_job_file(
@@ -56,4 +61,4 @@ def test_every_option_is_shown(command: str, capsys: pytest.CaptureFixture[str],
         main()
     shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--no-check-finite", "--bad-pushes", "--wait-seconds", "--workers"} <= shown
-    assert shown <= {*run.flags(), "--job", "--epochs"}
+    assert shown <= {*run.flags(), "--job", "--made", "--epochs"}

@@ -145,8 +145,8 @@ def test_no_slice_is_given_to_a_server_that_has_not_heard_of_it(jobs: Any) -> No
     until(lambda: set(job.replica_sets().values()) == {("server-0", "")}, "all of it is on one")
     server.heard.clear()
 
-    def slowly(text: str) -> None:
-        event(text)
+    def slowly(text: str, *more: Any) -> None:
+        event(text, *more)
         if "has joined" in text:
             job.coordinator.job.wake_reconfigurer()
             time.sleep(0.2)  # the thread of changes may do what it likes

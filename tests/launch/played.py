@@ -44,7 +44,7 @@ class Process:
     """Lives until it is told how it ended; `ends`: its output does, at once."""
 
     def __init__(self, plan: MemberPlan, *, ends: bool = True) -> None:
-        self.plan, self.name, self.pid = plan, plan.name, 1 << 30
+        self.plan, self.name, self.pid, self.host, self.fate = plan, plan.name, 1 << 30, plan.host, ""
         reader, self._writer = os.pipe()
         self.output = os.fdopen(reader, "rb")
         self.says(f"{plan.name} speaks\n".encode())

@@ -30,7 +30,7 @@ COMMANDS = {
     "manifest": Command("Prints a job for Kubernetes.", "manifest", runs_script=True),
     "status": Command("Shows how a running job stands; without JOB, lists the jobs.", "status"),
     "ls": Command("Lists the jobs of this machine, those that run first.", "status"),
-    "page": Command("Prints a link to a job's web page; without JOB, serves the runs that have ended.", "page"),
+    "page": Command("Prints a link to a job's web page, or serves ended runs.", "page"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
     "scale": Command("Gives a running job more or fewer workers or servers.", "status"),
     "pace": Command("Slows, holds or releases a worker of a running job.", "pace"),

@@ -90,7 +90,7 @@ def run(
         ),
     ] = False,
     engine_options: Annotated[
-        str | None, typer.Option(metavar="OPTIONS", help="More options for sbatch, e.g. '--account=x --mem=64G'.")
+        str | None, typer.Option(metavar="OPTIONS", help="More options for sbatch, e.g. for its account.")
     ] = None,
     queue_seconds: Annotated[
         float | None, typer.Option(help="Deadline for a submitted job to start. [default: none]")
@@ -210,4 +210,5 @@ def chosen_script(script: str | None, module: str | None, arguments: list[str]) 
 
 def flags() -> list[str]:
     names = [name for name in inspect.signature(run).parameters if name not in ("script", "arguments", "module")]
-    return [f"--{name.replace('_', '-')}" for name in (*names, "help")]
+    shown = {"slurm_hosts": "nodes", "gpus_per_host": "gpus-per-node", "cpus_per_host": "cpus-per-node"}
+    return [f"--{shown.get(name, name.replace('_', '-'))}" for name in (*names, "help")]

@@ -192,6 +192,6 @@ def _check_values(variables: Sequence[Any]) -> None:
             )
         if str(value.dtype) != kind:
             raise ConfigError(
-                f"DistributedOptimizer: {name} is to be {kind}, and JAX has made it {value.dtype}; set "
+                f"DistributedOptimizer: {name} has the type {kind}, and JAX has made it {value.dtype}; set "
                 "JAX_ENABLE_X64=1 before the start, or train in float32"
             )

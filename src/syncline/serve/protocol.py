@@ -263,7 +263,7 @@ def _take(name: str, rest: memoryview, size: Any, kind: np.dtype[Any], num_items
             400, f"input {name!r} has binary_data_size {size!r}; its shape needs {num_items * kind.itemsize} bytes"
         )
     if size > len(rest):
-        raise RequestError(400, f"input {name!r} has {size} bytes, of which the body has {len(rest)}")
+        raise RequestError(400, f"input {name!r} has {size} bytes, and the body ends after {len(rest)} of them")
     if kind.kind == "b":
         raw = np.frombuffer(rest[:size], np.uint8)
         if raw.size and raw.max() > 1:

@@ -198,7 +198,7 @@ def test_float64_where_jax_has_none(job: Job) -> None:
     """Keras goes on saying float64, and the compiled step failed."""
     keras.mixed_precision.set_global_policy("float64")
     with pytest.raises(
-        syncline.ConfigError, match=r"is to be float64, and JAX has made it float32.*JAX_ENABLE_X64=1"
+        syncline.ConfigError, match=r"has the type float64, and JAX has made it float32.*JAX_ENABLE_X64=1"
     ):
         fit(model_of())
 
