@@ -15,6 +15,8 @@ from tests.patience import PATIENCE
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [
     "help",
+    "test-page",
+    "screenshots",
     "setup",
     "data",
     "train",

@@ -78,7 +78,7 @@ for words, fields in (
     ("has NaN or Inf", dict(inputs=[{**typed, "contents": {"fp32_contents": [float("nan")] * 8}}])),
     ("contents and raw contents", dict(inputs=[typed], raw_input_contents=[rows.tobytes()])),
     ("1 inputs and 2 raw contents", dict(inputs=[tensor], raw_input_contents=[b"", b""])),
-    ("of which the body has 3", dict(inputs=[tensor], raw_input_contents=[b"abc"])),
+    ("the body ends after 3 of them", dict(inputs=[tensor], raw_input_contents=[b"abc"])),
     ("has 36 bytes; its shape needs 32", dict(inputs=[tensor], raw_input_contents=[rows.tobytes() + b"abcd"])),
     ("there is no output 'z'", dict(inputs=[typed], outputs=[{"name": "z"}])),
     ("classification", dict(inputs=[typed], outputs=[{"name": "output", "parameters": {

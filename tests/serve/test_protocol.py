@@ -101,7 +101,7 @@ def test_wrong_requests_get_a_sentence(what: str) -> None:
     [
         (b"x", 16, bytes(16), "must be a number"),
         (b"99999", 16, bytes(16), "must be a number up to the length"),
-        (None, 16, bytes(15), "of which the body has 15"),
+        (None, 16, bytes(15), "the body ends after 15 of them"),
         (None, 16, bytes(17), "1 bytes more"),
         (None, 15, bytes(15), "its shape needs 16 bytes"),
         (None, True, bytes(1), "binary_data_size True"),

@@ -246,6 +246,7 @@ def test_versions_switch_under_load_and_every_answer_is_of_the_version_that_it_n
     threads = in_threads(4, load)
     try:
         folder = folder_of(server.config.runs, "net")
+        answered_by("1")
         for number in (2, 3, 4):
             save(saves, number)
             assert ask(folder, ControlRequest("load"))["current"] == str(number)
