@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from tests.forked import SERVER
 from tests.patience import PATIENCE
 
 from syncline.launch.compiler import leave_out_the_compiler
@@ -52,7 +53,7 @@ def _children() -> set[int]:
                     fields = file.read().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            if int(fields[1]) == os.getpid() and fields[0] != "Z" and not SERVER.is_its_own(int(entry)):
                 found.add(int(entry))
     return found
 
@@ -70,7 +71,7 @@ def _descriptors() -> dict[str, str]:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue
-        if target.startswith(("socket:", "pipe:", "/memfd:syncline")):
+        if target.startswith(("socket:", "pipe:", "/memfd:syncline")) and not SERVER.is_its_way(number):
             found[number] = target
     return found
 

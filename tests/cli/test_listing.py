@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 from syncline.cli.listing import MOST_ENDED, list_jobs
@@ -30,7 +31,7 @@ SCRIPT = """
 
 
 def syncline(folder: pathlib.Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "syncline", *words], cwd=folder, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
 
@@ -48,7 +49,7 @@ def test_jobs_that_run_and_jobs_that_have_ended(folder: pathlib.Path) -> None:
     assert syncline(folder, "run", "-w", "1", "--name", "badly", "train.py", "fail").returncode == 1
     (folder / "made").unlink()
     words = [sys.executable, "-m", "syncline", "run", "-w", "2", "--policy", "async", "--name", "now"]
-    job = subprocess.Popen([*words, "train.py", "wait"], cwd=folder, stdout=subprocess.DEVNULL)
+    job = forked.Popen([*words, "train.py", "wait"], cwd=folder, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + JOB_PATIENCE
         while not (folder / "made").exists() and time.monotonic() < until:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 from syncline.core.pipelining.planning import Plan
 
@@ -29,7 +30,7 @@ def plan_stages(folder: pathlib.Path, *options: str) -> subprocess.CompletedProc
     script = folder / "train.py"
     script.write_text(SCRIPT)
     options = tuple(str(script) if option == "SCRIPT" else option for option in options)
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "syncline", "plan-stages", *options],
         cwd=folder,
         env={"XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},

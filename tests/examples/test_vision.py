@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
-import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "vision.py"
@@ -57,7 +57,7 @@ def test_two_workers_train_it(model: str, way: tuple[str, ...], buffers: str, tm
     sizes = ["--samples", "24", "--batch-size", "4", "--epochs", "1", "--out", "model.pt"]
     command = [sys.executable, "-m", "syncline", "run", "-w", "2", *way, str(SCRIPT), "--model", model, *sizes]
     command += ["--buffers", buffers]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{model}, {NUM_PARAMETERS[model]:,} parameters" in done.stdout
     assert re.search(r"test accuracy +\d+\.\d+%", done.stdout) and "24 samples read" in done.stdout

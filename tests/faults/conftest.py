@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_START, PATIENT_TOML
 
 from syncline.core.wire.control import AskStatus, GivenStatus
@@ -34,7 +35,7 @@ class Hurt:
     ) -> None:
         self.folder, self._prefix = folder, prefix
         self.output = ""
-        self._process = subprocess.Popen(
+        self._process = forked.Popen(
             [*prefix, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
@@ -88,7 +89,7 @@ class Hurt:
             except SynclineError:
                 return None
         words = [*self._prefix, sys.executable, "-m", "syncline", "status", "hurt", "--json"]
-        asked = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, timeout=SECONDS)
+        asked = forked.run(words, cwd=self.folder, capture_output=True, text=True, timeout=SECONDS)
         return None if asked.returncode else msgspec.json.decode(asked.stdout, type=JobStatus)
 
     def until_back(self, member: str) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests import forked
 from tests.patience import PATIENCE
 
 LEDGER = pathlib.Path(__file__).parent / "spare_ledger.py"
@@ -54,7 +54,7 @@ def test_slices_move_to_a_server_that_comes_and_back(hurt: Callable[..., Any], f
     job.until_at_work("worker-0", "worker-1", "worker-2", "worker-3")
     for servers in ("2", "1"):
         words = [sys.executable, "-m", "syncline", "scale", "hurt", "-s", servers]
-        subprocess.run(words, cwd=job.folder, check=True, timeout=PATIENCE, capture_output=True)
+        forked.run(words, cwd=job.folder, check=True, timeout=PATIENCE, capture_output=True)
         job.until(
             r"replica sets: \d+ slices? go(es)? from server-0" if servers == "2" else "has handed over its slices"
         )

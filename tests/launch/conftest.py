@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 SECONDS = JOB_PATIENCE
@@ -41,7 +42,7 @@ class Commands:
         return name
 
     def start(self, *arguments: str, program: Sequence[str] = ("-m", "syncline")) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, *program, *arguments],
             cwd=self.folder,
             env={**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache")},

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE
 
 SCRIPT = """
@@ -25,7 +26,7 @@ SCRIPT = """
 
 def run(commands: Any, words: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE_")}
-    return subprocess.run(
+    return forked.run(
         words, cwd=commands.folder, capture_output=True, text=True, timeout=JOB_PATIENCE, env={**kept, **environment}
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
+
+from tests import forked
 
 SCRIPT = pathlib.Path(__file__).parent / "samples_ledger.py"
 
@@ -22,7 +23,7 @@ def play(
     chaos = ["chaos", "--every", every, "--for", "12s", "--seed", str(seed)]
     job = ["-w", "4", "-s", "2", "--replicas", "2", "--policy", policy, *options]
     words = [sys.executable, "-m", "syncline", *chaos, "--", *job, str(SCRIPT), *arguments, "--samples", str(samples)]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run(words, cwd=folder, capture_output=True, text=True, timeout=900)
     said = done.stdout + done.stderr
     found = re.findall(r"samples: (\d+) in all, (\d+) lost, (\d+) doubled", said)
     assert found and done.returncode == 0, said

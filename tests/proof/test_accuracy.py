@@ -8,10 +8,10 @@ from __future__ import annotations
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_accuracy(policy: str, seeds: tuple[int, ...], tmp_path: pathlib.Path) -
     for seed in seeds:
         command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--policy", policy]
         script = [str(ROOT / "examples/fashion_mnist.py"), "--epochs", "10", "--seed", str(seed)]
-        done = subprocess.run([*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+        done = forked.run([*command, *script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         accuracy = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
         assert accuracy, done.stdout

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 SCRIPT = pathlib.Path(__file__).parent / "algorithms.py"
 #: With one of four workers four times slower.
@@ -29,7 +29,7 @@ AGGREGATES = ("median", "trimmed:0.25", "norm-clipped:2.0")
 def train(folder: pathlib.Path, options: list[str], *arguments: str) -> tuple[float, float]:
     """Test accuracy in percent, and seconds of training; 0 where no worker's gradients are finite any more."""
     command = [sys.executable, "-m", "syncline", "run", "-w", "4", "-s", "1", *options, str(SCRIPT), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     if "all workers are quarantined: their pushes are not finite" in done.stdout + done.stderr:
         return 0.0, 0.0
     assert done.returncode == 0, done.stdout + done.stderr

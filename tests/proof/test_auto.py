@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 SCRIPT = pathlib.Path(__file__).parent / "busy.py"
 
@@ -21,7 +21,7 @@ def test_as_many_workers_as_pay(tmp_path: pathlib.Path) -> None:
     if len(cores) < 2:
         pytest.skip("there is one core")
     command = [sys.executable, "-m", "syncline", "run", "-w", "auto:1:4", "-s", "1", "--policy", "async", str(SCRIPT)]
-    done = subprocess.run(
+    done = forked.run(
         [*command, "--seconds", "75"], cwd=tmp_path, capture_output=True, text=True, timeout=900,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 from tests.proof.best import accuracy_of, held_out, lenet
 
 import syncline
@@ -42,7 +42,7 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
     ]
     options += ["--stop", "accuracy.plateau(2)", *(["--average", average] if average else [])]
     command = [sys.executable, "-m", "syncline", "run", *options, str(SCRIPT), "400steps", "12"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     fact = json.loads((saves / "best").read_text())

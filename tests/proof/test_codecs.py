@@ -8,10 +8,10 @@ from __future__ import annotations
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 ROOT = pathlib.Path(__file__).parents[2]
 DILOCO = "SGD(lr=0.7, momentum=0.9, nesterov=True)"
@@ -33,7 +33,7 @@ def run(options: list[str], seed: int, folder: pathlib.Path) -> tuple[float, flo
     """Accuracy in percent, and bytes pushed per step."""
     command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--transport", "tcp", *options]
     script = [str(ROOT / "examples/fashion_mnist.py"), "--epochs", "3", "--seed", str(seed)]
-    done = subprocess.run([*command, *script], cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run([*command, *script], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
     sent = re.search(r"bytes/step\s+([\d,]+)", done.stdout)

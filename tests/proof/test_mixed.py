@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests import forked
 
 from .mixed import LR, data_of, model_of
 
@@ -25,7 +25,7 @@ SCRIPT = pathlib.Path(__file__).parent / "mixed.py"
 def play(folder: pathlib.Path, devices: str, *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "syncline", "run", "-w", str(devices.count(",") + 1), "-s", "1", str(SCRIPT)]
     command += ["--devices", devices, "--out", str(folder), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.rpartition("| ")[2] for line in done.stdout.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]

@@ -14,6 +14,7 @@ import textwrap
 import time
 
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_START
 
 KILLS = 8
@@ -45,7 +46,7 @@ def test_survivors_go_on_when_a_rank_is_killed(tmp_path: pathlib.Path) -> None:
     words = ["run", "-w", "3", "--exchange", "ring", "--max-restarts", "100", "train.py", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "output").open("w+") as output:
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "syncline", *words], cwd=tmp_path, env=environment, stdout=output, stderr=output
         )
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+from tests import forked
 
 SCRIPT = pathlib.Path(__file__).parent / "sleepers.py"
 SAMPLES, COST, SLOWER = 3000, 0.005, 4.0
@@ -30,7 +30,7 @@ def play(folder: pathlib.Path, policy: str, *arguments: str) -> list[dict[str, A
         str(SCRIPT),
         *arguments,
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.rpartition("| ")[2] for line in done.stdout.splitlines()]
     said = [json.loads(line) for line in lines if line.startswith("{")]

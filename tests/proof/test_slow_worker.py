@@ -5,17 +5,17 @@ from __future__ import annotations
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 
 import pytest
+from tests import forked
 
 SCRIPT = pathlib.Path(__file__).parent / "slow_worker.py"
 
 
 def accuracy(folder: pathlib.Path, policy: str, *arguments: str) -> float:
     command = [sys.executable, "-m", "syncline", "run", "-w", "4", "-s", "1", "--policy", policy, str(SCRIPT)]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=900)
+    done = forked.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"test accuracy\s+([\d.]+)%", done.stdout)
     assert found, done.stdout

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.scripts import plain, probe
 
@@ -161,7 +162,7 @@ def _started(
     words: Sequence[str], folder: pathlib.Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
+        process = forked.Popen(
             words, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests import forked
 from tests.patience import PATIENCE
 from tests.serve.saved import MODEL, Caller, expected, save
 
@@ -29,7 +30,7 @@ SLOW = MODEL.replace(
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "syncline", "serve", "model.py:Net", "--port", "0", *words]
-    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    process = forked.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = ""
     try:
@@ -46,7 +47,7 @@ def serving(folder: pathlib.Path, *words: str) -> Iterator[tuple[subprocess.Pope
 
 def control(folder: pathlib.Path, *words: str, code: int = 0) -> str:
     command = [sys.executable, "-m", "syncline", "serve-ctl", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    done = forked.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 
@@ -120,7 +121,7 @@ def test_what_was_typed_wrongly_is_one_line(tmp_path: pathlib.Path) -> None:
         (("model.py:Net", "--max-delay", "soon"), "--max-delay 'soon': give a duration"),
     ):
         command = [sys.executable, "-m", "syncline", "serve", *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
         last = done.stderr.strip().splitlines()[-1]
         assert (
             done.returncode == 2 and last.startswith("syncline: ") and said in last and "Traceback" not in done.stderr

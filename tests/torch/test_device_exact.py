@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENCE
 from torch import nn
 
@@ -263,7 +263,7 @@ def test_every_parameter_is_exact_between_processes(
     (tmp_path / "train.py").write_text(SCRIPT)
     here = pathlib.Path(__file__).parent
     command = [sys.executable, "-m", "syncline", "run", "-s", "2", *policy, "--transport", transport, "--device", on]
-    result = subprocess.run(
+    result = forked.run(
         [*command, "train.py", str(here), on], cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE
     )
     assert result.returncode == 0 and "exact" in result.stdout, result.stdout[-3000:]

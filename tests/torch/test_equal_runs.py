@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import random
-import subprocess
 import sys
 import textwrap
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 from syncline.testing import local_job
@@ -131,7 +131,7 @@ def run_script(folder: pathlib.Path, *arguments: str) -> tuple[str, dict[int, li
     folder.mkdir()
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     (folder / "syncline.toml").write_text(PATIENT_TOML)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "syncline", "run", "-w", "3", "-s", "1", "script.py", *arguments],
         cwd=folder, capture_output=True, text=True, timeout=JOB_PATIENCE, check=False,
     )  # fmt: skip

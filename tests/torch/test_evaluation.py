@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import subprocess
 import sys
 import textwrap
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from tests import forked
 from tests.leased import LeaseQueue, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, seed_of_the_script, train
@@ -255,7 +255,7 @@ def test_the_script_of_the_tutorial_prints_the_truth(tmp_path: pathlib.Path) -> 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--name", "tutorial", str(script)],
         cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE, check=False,
     )  # fmt: skip

@@ -7,12 +7,12 @@ import itertools
 import math
 import pathlib
 import re
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from tests.patience import JOB_PATIENCE
 
 from syncline.errors import ConfigError
@@ -141,7 +141,7 @@ GUIDE = re.findall(
 def test_the_guides_script_runs_alone(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(GUIDE[0])
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE, check=False)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "progress 1.0, 0.0004" in done.stdout, done.stdout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests import forked
 from tests.leased import FakeJob, LeaseQueue, alone, order
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 from tests.torch.test_data import Numbers, flat, lists, train
@@ -148,7 +148,7 @@ SCRIPT = """
 def test_a_script_that_seeds_by_rank_loses_and_repeats_nothing(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "script.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE, check=False,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import textwrap
 import time
 
 import pytest
+from tests import forked
 from tests.patience import PATIENCE
 
 BEGIN = """
@@ -48,7 +49,7 @@ for step in range(1, 10**6):
 
 def start(tmp_path: pathlib.Path, *parts: str) -> subprocess.Popen[str]:
     (tmp_path / "child.py").write_text(textwrap.dedent("".join((BEGIN, *parts))))
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "child.py"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

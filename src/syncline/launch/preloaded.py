@@ -42,7 +42,7 @@ def main() -> int:
             return 0
         request = msgspec.json.decode(data, type=Fork)
         try:
-            pid = _fork_twice()
+            pid = fork_twice()
         except OSError:
             pid = None
         if pid == 0:
@@ -56,7 +56,7 @@ def main() -> int:
             return 0
 
 
-def _fork_twice() -> int:
+def fork_twice() -> int:
     """The new process's number; 0 inside it. The process between has ended, so the launcher adopts the new one."""
     read, write = os.pipe()
     with warnings.catch_warnings():
@@ -93,14 +93,14 @@ def _become(request: Fork, stdin: int, stdout: int) -> int:
     os.close(stdout)
     configuration.add_to_environment(request.environment)
     sys.argv[1:] = [request.name]
-    _show_as([sys.executable, "-m", "syncline.launch.member", request.name])
+    show_as([sys.executable, "-m", "syncline.launch.member", request.name])
     # As a new interpreter does; else all members would draw the same numbers. (`random` does so by itself.)
     numpy.random.seed()
     sys.modules["torch"].default_generator.seed()
     return member()
 
 
-def _show_as(words: list[str]) -> None:
+def show_as(words: list[str]) -> None:
     """Writes another command line over this process's own, for `ps` and `top`, if the system allows it."""
     try:
         fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,133 @@
+"""A process that has loaded torch and this package. It forks the commands that tests start (see `tests/forked.py`).
+
+A forked command does what a new interpreter would do with the same words, without two seconds of imports. `syncline`
+has a fork server of its own, forked before it has any thread: from that come the processes that it starts itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import io
+import os
+import pathlib
+import pkgutil
+import random
+import runpy
+import socket
+import sys
+from types import ModuleType
+from typing import NoReturn
+
+import msgspec
+import numpy.random
+from tests import forked
+
+import syncline
+from syncline.launch.compiler import leave_out_the_compiler
+from syncline.launch.preloaded import fork_twice, show_as
+
+#: Parts of the package that torch's tests need and that everything else does without.
+_LAZY = ("syncline.cli", "syncline.launch", "syncline.coordinator", "syncline.page", "syncline.torch")
+#: Descriptors that come with a request wait above this number for their own.
+_ABOVE = 500
+
+
+def _load() -> None:
+    for name in _LAZY:
+        package: ModuleType = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__):
+            if not module.name.startswith("__"):
+                importlib.import_module(f"{name}.{module.name}")
+    assert syncline.__version__
+
+
+def serve(control: socket.socket) -> NoReturn:
+    """Forks what is asked for until nobody can ask any more."""
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(control, 1 << 20, 64)
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)
+        pid = fork_twice()
+        if pid == 0:
+            control.close()
+            _become(msgspec.json.decode(data, type=forked.Request), fds)
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            control.send(b"%d" % pid)
+
+
+def _become(request: forked.Request, fds: list[int]) -> NoReturn:
+    """This process is a new interpreter that was started with these words, as far as they can see."""
+    os.setsid()
+    waiting = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(waiting, request.numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = _stream(number, is_unbuffered=bool(request.environment.get("PYTHONUNBUFFERED")))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    random.seed()
+    numpy.random.seed()
+    sys.modules["torch"].default_generator.seed()
+    show_as([sys.executable, *request.words])
+    if request.words[:2] == ["-m", "syncline"]:
+        _offer_fork_server()
+    _run(request.words, request.folder)
+
+
+def _stream(number: int, *, is_unbuffered: bool) -> io.TextIOWrapper:
+    raw = io.FileIO(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
+        encoding=sys.__stdout__.encoding if sys.__stdout__ else "utf-8",
+        errors="backslashreplace" if number == 2 else "strict",
+        write_through=is_unbuffered,
+        line_buffering=number == 2 and not is_unbuffered,
+    )
+
+
+def _offer_fork_server() -> None:
+    """What this command starts as `python -m syncline…` is forked too, from a process that is still as it is now."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(0, 1)
+        os.dup2(0, 2)
+        os.closerange(3, theirs.fileno())
+        os.closerange(theirs.fileno() + 1, _ABOVE)
+        serve(theirs)
+    theirs.close()
+    forked.use(ours)
+
+
+def _run(words: list[str], folder: str) -> NoReturn:
+    if words[0] == "-m":
+        sys.path[0], sys.argv = folder, words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(pathlib.Path(words[0]).absolute().parent), words
+        runpy.run_path(words[0], run_name="__main__")
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    gc.disable()  # much is made and nothing is thrown away
+    _load()
+    leave_out_the_compiler()
+    gc.enable()
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))
