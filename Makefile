@@ -43,7 +43,8 @@ check: lint ## lint and the quick tests: before each commit
 docs: setup ## the site into site/; fails where a link or an anchor leads nowhere
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: setup data lint docs ## lint, the site and all tests
+test: setup data ## lint, the site and all tests
+	@$(MAKE) --no-print-directory -j 2 lint docs
 	@$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
 proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end

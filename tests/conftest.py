@@ -40,21 +40,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _children() -> set[int]:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return set()  # nothing of /proc need be read
+def _processes() -> set[int]:
+    return {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} if os.path.isdir("/proc") else set()
+
+
+def _children(others: set[int]) -> set[int]:
+    """Living processes that this one has started, without those of these numbers."""
     found: set[int] = set()
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == os.getpid() and fields[0] != "Z" and not SERVER.is_its_own(int(entry)):
-                found.add(int(entry))
+    for number in _processes() - others:
+        try:
+            with open(f"/proc/{number}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z" and not SERVER.is_its_own(number):
+            found.add(number)
     return found
 
 
@@ -79,14 +79,14 @@ def _descriptors() -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a process, a thread of ours, a socket, a pipe or shared memory behind."""
-    threads, children, descriptors = set(_ours()), _children(), set(_descriptors().items())
+    threads, processes, descriptors = set(_ours()), _processes(), set(_descriptors().items())
     yield
     deadline = time.monotonic() + GRACE_SECONDS
     collect_at = deadline - GRACE_SECONDS + 0.3
     while True:
         left = {
             "threads": sorted(set(_ours()) - threads),
-            "processes": sorted(_children() - children),
+            "processes": sorted(_children(processes)),
             "descriptors": sorted(set(_descriptors().items()) - descriptors),
         }
         if not any(left.values()):

@@ -18,6 +18,7 @@ import random
 import runpy
 import socket
 import sys
+import warnings
 from types import ModuleType
 from typing import NoReturn
 
@@ -117,6 +118,7 @@ def _offer_fork_server() -> None:
 def _run(words: list[str], folder: str) -> NoReturn:
     if words[0] == "-m":
         sys.path[0], sys.argv = folder, words[1:]
+        warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(pathlib.Path(words[0]).absolute().parent), words

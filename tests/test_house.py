@@ -177,6 +177,14 @@ def findings(finder, paths: Iterable[Path]) -> list[str]:
     return [f"{relative(path)}:{line}: {what}" for path in paths for line, what in finder(parsed(path))]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forgetting():
+    """The trees are millions of objects, which the garbage collector would look through in every later test."""
+    yield
+    parsed.cache_clear()
+    _nodes_of.cache_clear()
+
+
 def test_file_names_say_what_is_inside():
     vague = [relative(p) for p in python_files() if words_of(p.stem) & BANNED_FILE_WORDS]
     folders = [relative(p) for p in PACKAGE.rglob("*") if p.is_dir() and words_of(p.name) & BANNED_FILE_WORDS]

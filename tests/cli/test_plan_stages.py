@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def plan_stages(folder: pathlib.Path, *options: str) -> subprocess.CompletedProc
     return forked.run(
         [sys.executable, "-m", "syncline", "plan-stages", *options],
         cwd=folder,
-        env={"XDG_CACHE_HOME": str(folder / "cache"), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,

@@ -143,13 +143,13 @@ def test_a_whole_job_waits_for_the_one_that_is_held() -> None:
                 job.kv.push({"x": np.ones(4)}).wait()
                 steps[job.rank] = number + 1
                 if job.rank == 0 and number == 1:
+                    until(lambda: min(steps) == 2, "both have made two steps")
                     pace.set_pace(Pace("worker-1", is_paused=True))
                     held.set()
             return float(job.kv.pull()["x"][0])
 
         def release() -> None:
             held.wait(SECONDS)
-            until(lambda: min(steps) >= 2, "both have made the steps before")
             time.sleep(0.4)
             seen.extend(steps)
             pace.set_pace(Pace("worker-1"))

@@ -41,8 +41,11 @@ class Commands:
         (self.folder / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *arguments: str, program: Sequence[str] = ("-m", "syncline")) -> subprocess.Popen[str]:
-        process = forked.Popen(
+    def start(
+        self, *arguments: str, program: Sequence[str] = ("-m", "syncline"), is_forked: bool = True
+    ) -> subprocess.Popen[str]:
+        """`is_forked`: with torch loaded already; otherwise it is a new interpreter, as are its members."""
+        process = (forked.Popen if is_forked else subprocess.Popen)(
             [sys.executable, *program, *arguments],
             cwd=self.folder,
             env={**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache")},
@@ -59,8 +62,8 @@ class Commands:
         output, _ = process.communicate(timeout=seconds)
         return Result(process.returncode, output, time.monotonic() - began)
 
-    def run(self, *arguments: str, seconds: float = SECONDS) -> Result:
-        return self.finish(self.start(*arguments), seconds)
+    def run(self, *arguments: str, seconds: float = SECONDS, is_forked: bool = True) -> Result:
+        return self.finish(self.start(*arguments, is_forked=is_forked), seconds)
 
     def members(self, module: str = "syncline.launch.member") -> dict[str, int]:
         """Live member processes of jobs started in this folder, by name."""

@@ -332,7 +332,7 @@ def test_a_module_that_loads_torch(tmp_path: pathlib.Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--no-preload"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--no-preload"], marks=pytest.mark.proof)])
 def test_a_job_loads_torch_before_its_scripts_unless_told_otherwise(commands: Any, options: list[str]) -> None:
     script = commands.script("""
         import sys
@@ -343,7 +343,7 @@ def test_a_job_loads_torch_before_its_scripts_unless_told_otherwise(commands: An
         syncline.init()
         print("before:", before)
     """)
-    result = commands.run("run", "-w", "2", "-s", "1", *options, script)
+    result = commands.run("run", "-w", "2", "-s", "1", *options, script, is_forked=False)
     assert result.code == 0, result.output
     assert result.output.count(f"before: {not options}") == 2, result.output
     commands.check_nothing_left()

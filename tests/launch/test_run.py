@@ -57,7 +57,7 @@ def _ways() -> list[Any]:
 def test_the_ledger_is_exact_between_processes(commands: Any, policy: str, transport: str, window: int) -> None:
     """Two workers without torch, two servers: nothing lost, nothing doubled, nothing torn."""
     options = ("-w", "2", "-s", "2", "--policy", policy, "--transport", transport, "--window", str(window))
-    result = commands.run("run", *options, commands.script(LEDGER))
+    result = commands.run("run", *options, commands.script(LEDGER), is_forked=False)
     assert result.code == 0, result.output
     assert "EXACT 2" in result.output
     assert f"SHARED {transport == 'shm'}" in result.output

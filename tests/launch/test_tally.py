@@ -60,6 +60,17 @@ def test_a_worker_is_back_when_its_next_life_is_a_member() -> None:
     assert facts.sample_seconds == 9.0
 
 
+def test_a_worker_that_came_back_and_left_between_two_looks_was_back() -> None:
+    job = Job()
+    job.see(105.0)
+    job.tally.died("worker-1", KILLED, 106.0, comes_back=True)
+    job.tally.starts_again("worker-1")
+    job.see(107.0, incarnations={"server-0": 1, "worker-0": 2})
+    assert job.facts().deaths[0].back_seconds is None
+    job.see(108.0, incarnations={"server-0": 1}, left=["worker-0", "worker-1"])
+    assert job.facts().deaths[0].back_seconds == 2.0
+
+
 def test_a_life_that_was_never_seen_is_not_taken_for_the_next_one() -> None:
     """It joined and died between two looks: the coordinator still names it when its death is known."""
     job = Job()

@@ -35,7 +35,13 @@ def without_torch(commands: Any, tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     return commands
 
 
-@pytest.mark.parametrize("how", [("-w", "2", "-s", "2"), ("-w", "2", "--exchange", "ring")], ids=["servers", "ring"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(("-w", "2", "-s", "2"), id="servers"),
+        pytest.param(("-w", "2", "--exchange", "ring"), id="ring", marks=pytest.mark.proof),
+    ],
+)
 def test_a_job_of_two_workers(without_torch: Any, how: tuple[str, ...]) -> None:
     script = without_torch.script(SCRIPT.replace("RULE", '"Adam"'))
     result = without_torch.run("run", *how, script)
@@ -104,6 +110,6 @@ def test_options_that_need_torch(without_torch: Any, how: tuple[str, ...], messa
 def test_in_a_ring_a_script_without_torch_does_not_load_it(commands: Any) -> None:
     """torch is installed here, and servers of their own would use it."""
     script = commands.script(SCRIPT.replace("RULE", '"Adam"'))
-    result = commands.run("run", "-w", "2", "--exchange", "ring", script)
+    result = commands.run("run", "-w", "2", "--exchange", "ring", script, is_forked=False)
     assert result.code == 0 and result.output.count("[[2.5, 2.5], [2.5, 2.5]] None") == 2, result.output
     assert result.output.count("the script has not imported torch, so servers compute with NumPy") == 1, result.output

@@ -18,14 +18,16 @@ from tests.scripts.runner import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["stream", "lstm"])
+@pytest.mark.parametrize("name", [pytest.param("stream", marks=pytest.mark.proof), "lstm"])
 def test_alone_a_script_has_the_numbers_of_plain_torch_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     script = SCRIPTS[name]
     ended = play(script, "alone", tmp_path / "alone")
     check_equal_to_plain(ended, one_process(script, tmp_path / "plain"))
 
 
-@pytest.mark.parametrize(("name", "way"), [("mnist", "sync"), ("recommender", "ring")])
+@pytest.mark.parametrize(
+    ("name", "way"), [("mnist", "sync"), pytest.param("recommender", "ring", marks=pytest.mark.proof)]
+)
 def test_in_rounds_two_workers_have_the_numbers_of_one_process(name: str, way: str, tmp_path: pathlib.Path) -> None:
     script = SCRIPTS[name]
     assert script.equal is not None
@@ -38,7 +40,7 @@ def test_in_rounds_two_workers_have_the_numbers_of_one_process(name: str, way: s
     [
         ("reinforce", "sync", Kill("worker-1", 7), 0.0),
         ("lstm", "bounded:2", Kill("worker-1", 23), 0.05),  # it comes back while the others are at work
-        ("stream", "sync", Kill("worker-1", 5, at_any_moment=True), 0.0),
+        pytest.param("stream", "sync", Kill("worker-1", 5, at_any_moment=True), 0.0, marks=pytest.mark.proof),
     ],
     ids=str,
 )

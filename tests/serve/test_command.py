@@ -19,11 +19,11 @@ from tests import forked
 from tests.patience import PATIENCE
 from tests.serve.saved import MODEL, Caller, expected, save
 
-#: Slow enough that a signal comes while requests are open.
+#: Answers nothing, not even when it is warmed up, while there is a file `wait`.
 SLOW = MODEL.replace(
     "        super().__init__(4, 3)\n",
-    "        super().__init__(4, 3)\n\n    def forward(self, x):\n        import time\n"
-    "        time.sleep(0.2)\n        return super().forward(x)\n",
+    "        super().__init__(4, 3)\n\n    def forward(self, x):\n        import pathlib, time\n"
+    "        while pathlib.Path('wait').exists():\n            time.sleep(0.01)\n        return super().forward(x)\n",
 )
 
 
@@ -80,6 +80,7 @@ def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
     (tmp_path / "model.py").write_text(SLOW)
     with serving(tmp_path) as (process, url):
         answers = []
+        (tmp_path / "wait").touch()
 
         def ask() -> None:
             with Caller(url) as call:
@@ -91,8 +92,11 @@ def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
         with Caller(url) as call:
             deadline = time.monotonic() + PATIENCE
             while b"\nsyncline_queue_requests 2\n" not in call("GET", "/metrics")[2]:
-                assert time.monotonic() < deadline and len(answers) < 2
+                assert time.monotonic() < deadline and not answers
         process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        (tmp_path / "wait").unlink()
         assert process.wait(PATIENCE) == 0
         for thread in threads:
             thread.join(PATIENCE)
@@ -101,8 +105,9 @@ def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_never_returns_does_not_hold_up_the_end(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "model.py").write_text(SLOW.replace("time.sleep(0.2)", "x.sum() and time.sleep(1e6)"))
+    (tmp_path / "model.py").write_text(SLOW)
     with serving(tmp_path) as (process, url), Caller(url) as call:
+        (tmp_path / "wait").touch()
         call.connection.request("POST", "/predict", b'{"input":[1,1,1,1]}')
         with Caller(url) as other:
             deadline = time.monotonic() + PATIENCE

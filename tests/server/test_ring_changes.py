@@ -28,6 +28,10 @@ from syncline.server.tasks import RoundTask, StagedCommit, key_of
 from syncline.testing import local_job
 
 STEPS = 12
+LEADERS = [
+    "by host leaders",
+    *(pytest.param(way, marks=pytest.mark.proof) for way in ("straight", "by host leaders for two")),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -67,7 +71,7 @@ def join_late(jobs: Any) -> None:
     assert check_ledger(late, acknowledged)[:3] == [60, 60, 20]
 
 
-@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
+@pytest.mark.parametrize("way", LEADERS)
 def test_one_that_comes_gets_everything_and_takes_part(way: str) -> None:
     with local_job(workers=2, exchange="ring", slice_bytes=64, most_workers=3, **WAYS[way]) as jobs:
         join_late(jobs)
@@ -101,7 +105,7 @@ def test_one_that_holds_no_longer_does_not_stop_those_who_supply_it(monkeypatch:
         check_all_equal(jobs)
 
 
-@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
+@pytest.mark.parametrize("way", LEADERS)
 @pytest.mark.parametrize("slice_bytes", [64, 1 << 20])
 def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
     """Also where there are fewer slices than servers: it is nobody's primary then, and has its vote all the same."""
@@ -143,7 +147,7 @@ def test_one_that_died_comes_back(slice_bytes: int, way: str) -> None:
         check_all_equal(jobs)
 
 
-@pytest.mark.parametrize("way", ["by host leaders", "straight", "by host leaders for two"])
+@pytest.mark.parametrize("way", LEADERS)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_dies_before_a_joiner_has_everything(monkeypatch: pytest.MonkeyPatch, victim: int, way: str) -> None:
     """A joiner is named as a backup of all, and lacks what this primary was to give it: it is none of that. Nor does

@@ -43,8 +43,13 @@ def tell_of() -> Iterator[Callable[[Any], Callable[[str, Any], Any]]]:
 
 @pytest.mark.parametrize(
     ("policy", "settings"),
-    [("sync", {}), ("bounded:1", {}), ("async", {}), ("async", {"window": 2}), ("sync:spare=1", {})],
-    ids=["sync", "bounded", "async", "window", "spare"],
+    [
+        pytest.param("sync", {}, id="sync"),
+        pytest.param("bounded:1", {}, id="bounded", marks=pytest.mark.proof),
+        pytest.param("async", {}, id="async", marks=pytest.mark.proof),
+        pytest.param("async", {"window": 2}, id="window"),
+        pytest.param("sync:spare=1", {}, id="spare"),
+    ],
 )
 def test_the_cut_is_consistent_while_workers_push_all_the_time(
     policy: str, settings: dict[str, Any], tmp_path: Any, tell_of: Any, monkeypatch: pytest.MonkeyPatch

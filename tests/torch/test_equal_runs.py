@@ -76,10 +76,13 @@ DATA: dict[str, Any] = {
     "empty shards": Files([0, 0, 5, 9]), "samples": numbers(50), "whole batches": numbers(36),
     "a small last batch": numbers(13), "fewer samples than workers": numbers(2),
 }  # fmt: skip
+QUICK = ("empty shards", "samples", "a small last batch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.proof) for kind in DATA]
+)
 def test_two_equal_runs_are_bit_equal_whoever_is_slow_when(kind: str) -> None:
     first, *others = [run(DATA[kind], delays) for delays in range(4)]
     for other in others:

@@ -342,7 +342,10 @@ def test_in_a_round_changes_of_different_numbers_of_steps_are_weighted_by_sample
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize(("policy", "window"), [("async", 0), ("async", 2), ("bounded:2", 0), ("bounded:2", 1)])
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [("async", 0), pytest.param("async", 2, marks=pytest.mark.proof), ("bounded:2", 1)],
+)
 def test_every_push_counts_once_however_seldom_parameters_are_taken(
     policy: str, window: int, place: tuple[int, int, str]
 ) -> None:

@@ -94,7 +94,7 @@ def run(seconds: float, window: int, replicas: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("window", "replicas"), [(0, 2), (2, 1)])
+@pytest.mark.parametrize(("window", "replicas"), [pytest.param(0, 2, marks=pytest.mark.proof), (2, 1)])
 def test_servers_hand_over_under_pushes_and_pulls(wire: str, window: int, replicas: int) -> None:
     assert run(1.0, window, replicas)
 

@@ -57,7 +57,7 @@ POLICIES = [("sync", 0), ("bounded:2", 0), ("bounded:2", 2), ("async", 0), ("asy
 
 
 @pytest.mark.parametrize(("policy", "window"), POLICIES)
-@pytest.mark.parametrize("late_seconds", [None, 0.0, 0.002])
+@pytest.mark.parametrize("late_seconds", [None, pytest.param(0.0, marks=pytest.mark.proof), 0.002])
 def test_a_server_is_killed_and_its_backup_takes_over(policy: str, window: int, late_seconds: float | None) -> None:
     """Between two steps, or within one."""
     with local_job(

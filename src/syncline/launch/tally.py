@@ -57,6 +57,8 @@ class Tally:
             if incarnation > self._incarnations.get(name, 0):
                 self._incarnations[name] = incarnation
                 self._is_back(name, now)
+        for name in standings.left:
+            self._is_back(name, now)  # it came and went between two looks
         coordinator = self._open.get("coordinator")
         if coordinator is not None and standings.seconds <= now - coordinator.at:
             self._is_back("coordinator", now)  # an answer of the dead one counts from the job's start

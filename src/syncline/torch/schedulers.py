@@ -49,9 +49,7 @@ class Schedulers:
         """Finds the current ones."""
         if not any(hasattr(face.step, _MARK) for face in self._faces):
             return
-        kind = torch.optim.lr_scheduler.LRScheduler
-        # By type only: touching foreign objects may warn or import modules.
-        made = [one for one in gc.get_objects() if issubclass(type(one), kind) and _of(one) in self._faces]
+        made = [one for one in _holders(self._faces) if _of(one) in self._faces]
         inner = {id(one) for outer in made for one in getattr(outer, "_schedulers", ())}
         outermost = [one for one in made if id(one) not in inner]
         names = [f"{type(one).__module__}.{type(one).__qualname__}" for one in outermost]
@@ -90,6 +88,17 @@ class Schedulers:
         # Saved and found under the name of torch's class.
         Held.__module__, Held.__qualname__ = OneCycleLR.__module__, OneCycleLR.__qualname__
         return Held
+
+
+def _holders(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """The schedulers that refer to these optimizers, themselves or by their attributes."""
+    # By type only: touching foreign objects may warn or import modules.
+    kind = torch.optim.lr_scheduler.LRScheduler
+    found = gc.get_referrers(*optimizers)
+    attributes = [one for one in found if type(one) is dict]
+    if attributes:
+        found += gc.get_referrers(*attributes)
+    return list({id(one): one for one in found if issubclass(type(one), kind)}.values())
 
 
 def _of(scheduler: Any) -> Any:
