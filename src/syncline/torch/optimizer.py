@@ -117,8 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _remember(self) -> None:
         """Saves the groups' options with the script's state; with local steps the whole optimizer state."""
-        faces, alone = (weakref.proxy(self), self._opt), self._job.is_embedded
-        schedulers = Schedulers(faces, self._job.notice, holds=not alone)
+        alone = self._job.is_embedded
+        schedulers = Schedulers((self, self._opt), self._job.notice, holds=not alone)
         self._remembered = Remembered(self._opt, schedulers, self._job.notice, with_state=self._local is not None)
         self._look_for_schedulers: Callable[[], None] | None = schedulers.look if not alone else None
         alive, state = weakref.ref(self), self._job.state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Schedulers:
         self, faces: Iterable[torch.optim.Optimizer], notice: Callable[[str], None], *, holds: bool = True
     ) -> None:
         """`holds`: OneCycleLR stays at its end. A single worker knows how many steps it makes."""
-        self._faces, self._notice, self._holds = tuple(faces), notice, holds
+        self._faces, self._notice, self._holds = tuple(map(weakref.ref, faces)), notice, holds
         self._found: dict[str, Any] = {}  # by class
         self._num_looks, self._next_look = 0, 0
 
@@ -47,9 +48,10 @@ class Schedulers:
 
     def look(self) -> None:
         """Finds the current ones."""
-        if not any(hasattr(face.step, _MARK) for face in self._faces):
+        faces = [face for known in self._faces if (face := known()) is not None]
+        if not any(hasattr(face.step, _MARK) for face in faces):
             return
-        made = [one for one in _holders(self._faces) if _of(one) in self._faces]
+        made = [one for one in _holders(faces) if _of(one) in faces]
         inner = {id(one) for outer in made for one in getattr(outer, "_schedulers", ())}
         outermost = [one for one in made if id(one) not in inner]
         names = [f"{type(one).__module__}.{type(one).__qualname__}" for one in outermost]
