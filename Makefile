@@ -8,7 +8,7 @@ ROWS ?=
 DATA ?= fashion-mnist
 FRAMEWORKS ?= tensorflow jax mixed
 PYTEST := $(BIN)/python -m pytest -q
-PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800 --durations=30
+PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800 --durations=30 --hypothesis-profile=proof
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
 JOBS ?= 4
 
@@ -49,7 +49,7 @@ test: setup data ## lint, the site and all tests
 
 proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
 	@well=true; \
-	$(PROOF) -m "proof and not alone and not soak" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ] || well=false; \
+	$(PROOF) -m "(proof or hypothesis) and not alone and not soak" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ] || well=false; \
 	$(PROOF) -m "proof and alone" $(ARGS) || [ $$? -eq 5 ] || well=false; $$well
 
 soak: setup data ## an hour and more

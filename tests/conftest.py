@@ -16,8 +16,9 @@ from tests.patience import PATIENCE
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.net import handshake
 
-# Nothing asserts on seconds: a busy machine is no failure.
-settings.register_profile("syncline", deadline=None)
+# Nothing asserts on seconds: a busy machine is no failure. `make proof` looks at more examples of what is random.
+settings.register_profile("syncline", deadline=None, max_examples=40)
+settings.register_profile("proof", deadline=None, max_examples=200)
 settings.load_profile("syncline")
 
 #: A thread of a test may be slow to shake hands; tests of that deadline set their own.

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.layout import (
@@ -73,7 +73,6 @@ def test_a_dtype_is_one_run_and_what_stays_whole_comes_first_in_it(parameters: l
 
 
 @given(placed())
-@settings(max_examples=200)
 def test_the_pieces_of_all_slices_cover_every_item_exactly_once(segment: Segment) -> None:
     """An item in no piece is never updated, one in two pieces is updated twice."""
     seen: Counter[tuple[int, int]] = Counter()
@@ -91,7 +90,6 @@ def test_the_pieces_of_all_slices_cover_every_item_exactly_once(segment: Segment
 
 
 @given(placed())
-@settings(max_examples=200)
 def test_a_parameter_whose_rule_looks_at_it_whole_is_never_cut(segment: Segment) -> None:
     """Half a matrix under Muon, or half a row sum under Adafactor, would be updated by other numbers."""
     counts: Counter[int] = Counter()

@@ -133,7 +133,6 @@ def test_what_is_no_packing_is_refused(data: Bytes, message: str) -> None:
         unpack(data, KNOWN, np.empty(SIZE, np.float32))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.integers(0, 40), st.integers(0, 255), st.integers(0, 40))
 def test_any_bytes_are_numbers_or_refused(data: bytes, count: int, top: int, step: int) -> None:
     out = np.full(SIZE, np.nan, np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.layout import ALIGN, Layout, Parameter, Segment, arrange, place
@@ -46,7 +46,6 @@ def check_even(loads: dict[str, int]) -> None:
 
 
 @given(models(), st.integers(1, 8), st.sampled_from([64, 4096, 1 << 16, 4 << 20]))
-@settings(max_examples=200)
 def test_servers_are_within_five_percent_of_even(parameters: list[Parameter], count: int, slice_bytes: int) -> None:
     """The slowest server is the speed of a round: one with twice the bytes halves it."""
     servers = servers_of(count)
@@ -72,7 +71,6 @@ def test_a_second_segment_fills_up_what_the_first_left_uneven(
 
 
 @given(models(groups=2), st.integers(1, 6), st.sampled_from([256, 4096, 1 << 20]))
-@settings(max_examples=200)
 def test_whole_tensors_are_as_even_as_they_allow(parameters: list[Parameter], count: int, slice_bytes: int) -> None:
     """Largest first to the least loaded: the gap is at most one block, and what can be cut fills the gap."""
     servers = servers_of(count)
@@ -86,7 +84,6 @@ def test_whole_tensors_are_as_even_as_they_allow(parameters: list[Parameter], co
 
 
 @given(models(groups=2), st.integers(1, 6), st.sampled_from([64, 256, 4096, 1 << 16]), st.integers(0, 50))
-@settings(max_examples=200)
 def test_slices_are_of_the_size_asked_for_and_tile_the_segment(
     parameters: list[Parameter], count: int, slice_bytes: int, first: int
 ) -> None:

@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.members import Standing, merged
@@ -374,7 +374,6 @@ class Job:
                     self._say(worker, range(1, len(self.servers)), "commit", round_membership)
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=2, max_size=5),
     st.integers(2, 3),

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.members import by_name
@@ -216,7 +216,6 @@ scripts = st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size
 
 
 @given(scripts, st.lists(st.integers(0, 2**32), min_size=1, max_size=4))
-@settings(max_examples=200)
 def test_the_content_of_rounds_does_not_depend_on_the_interleaving(script: list[list[int]], seeds: list[int]) -> None:
     """Equal runs are bit-equal only if timing decides nothing: uneven epochs, rests, repeats, any order."""
     for seed in seeds:
@@ -317,7 +316,6 @@ def run_bounded(script: list[list[int]], bound: int, window: int, seed: int) -> 
 
 
 @given(scripts, st.integers(0, 3), st.integers(0, 3), st.integers(0, 2**32))
-@settings(max_examples=150)
 def test_the_lag_never_passes_the_bound(script: list[list[int]], bound: int, window: int, seed: int) -> None:
     """Workers that race, rest, come back and leave in any order; nobody is answered too early or held for ever."""
     run_bounded(script, bound, window, seed)

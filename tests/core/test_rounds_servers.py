@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.membership import Barriers
@@ -156,7 +156,6 @@ scripts = st.lists(st.lists(parts, min_size=1, max_size=3), min_size=2, max_size
 
 
 @given(scripts, st.integers(0, 2**32))
-@settings(max_examples=150)
 def test_in_sync_every_server_applies_the_same_rounds(script: list[Script], seed: int) -> None:
     """Half of a round on one server and another half on the other would be a step that nobody computed. And
     another run, with another timing, has the same rounds: with uneven epochs, barriers, and workers that leave."""
@@ -167,7 +166,6 @@ def test_in_sync_every_server_applies_the_same_rounds(script: list[Script], seed
 
 
 @given(scripts, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2**32))
-@settings(max_examples=150)
 def test_in_bounded_no_two_servers_make_two_workers_wait_for_each_other(
     script: list[Script], bound: int, window: int, seed: int
 ) -> None:

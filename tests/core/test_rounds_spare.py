@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.members import Standing
@@ -124,7 +124,6 @@ def lives(worker: int, stretches: list[int]) -> Iterator[tuple[str, int, int]]:
     yield ("leave", clock, len(stretches))
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=5),
     st.integers(0, 5),

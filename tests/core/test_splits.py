@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.core.leasing.order import ByRank
@@ -24,7 +24,6 @@ def batches(share: ByRank) -> list[list[int]]:
 
 
 @given(shares)
-@settings(max_examples=300)
 def test_the_shares_of_all_ranks_cover_every_position_once(given: dict[str, Any]) -> None:
     world = [ByRank(rank=rank, **given) for rank in range(given["world_size"])]
     taken = [position for share in world for batch in batches(share) for position in batch]
