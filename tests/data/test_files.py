@@ -165,6 +165,7 @@ def test_a_forked_process_reads_from_s3(bucket: Bucket) -> None:
         process.close()
 
 
+@pytest.mark.proof
 def test_tar_shards_are_read_from_s3(bucket: Bucket) -> None:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:

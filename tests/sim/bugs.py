@@ -1,7 +1,7 @@
 """Planted bugs: switches of the simulator only, each of which the invariants must catch.
 
-With each stands a seed that catches it today: `make test` looks at that one and its neighbours, `make proof` begins
-at 0.
+With each stands a seed that catches it today: `make test` and `make proof` look at that one and its neighbours, each
+at a part of the bugs; `make soak` begins at 0.
 """
 
 from __future__ import annotations

@@ -117,7 +117,6 @@ def test_saves_come_to_their_end() -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sets(st.integers(0, 4)))
-@settings(max_examples=30)
 def test_any_seed_with_any_of_its_faults(seed: int, faults: set[int]) -> None:
     """What hypothesis finds it makes small: the fewest faults that still do it, each as it was among the others."""
     play(seed, keep=frozenset(faults))
@@ -133,7 +132,9 @@ def first_that_catches(bug: str, seeds: Iterable[int]) -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.proof] if number % 3 else []) for number, bug in enumerate(BUGS)]
+)
 def test_a_planted_bug_is_caught(bug: str) -> None:
     """An invariant that never fails proves nothing."""
     meaning, seed = BUGS[bug]
@@ -152,7 +153,7 @@ def test_a_planted_bug_is_caught_from_the_beginning(bug: str) -> None:
     assert found is not None, f"{bug} ({BUGS[bug][0]}): not caught by {MOST_FOR_A_BUG} seeds"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_seed_gives_one_trace(seed: int) -> None:
     """Whatever fails can be played again."""
     first, second = play(seed).world, play(seed).world
