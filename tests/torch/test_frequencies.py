@@ -184,8 +184,13 @@ def test_a_server_dies(policy: str, place: tuple[int, int, str]) -> None:
         assert_each_once(jobs.run(lambda job: walk(job, at)))
 
 
-@pytest.mark.parametrize("policy", ["async", "bounded:9"])  # the other one pushes nothing until it has died
-@pytest.mark.parametrize("sync_every", [4, "auto"])
+MORE_DEATHS = [("async", 4), ("bounded:9", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sync_every"),  # the other one pushes nothing until it has died
+    [("bounded:9", 4), ("async", "auto"), *(pytest.param(*way, marks=pytest.mark.proof) for way in MORE_DEATHS)],
+)
 def test_a_worker_dies_between_two_pushes_and_comes_back(
     policy: str, sync_every: Any, tmp_path: pathlib.Path
 ) -> None:
