@@ -7,10 +7,7 @@ launcher, proves the agents' token, and then does what it is told. It decides no
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import os
-import platform
 import queue
 import signal
 import sys
@@ -37,6 +34,7 @@ from syncline.launch.forkserver import ForkServer
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import LocalProcess, MemberPlan, start_member
+from syncline.launch.versions import versions_here
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Peer
@@ -65,25 +63,6 @@ class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"agent-{self.number}"
-
-
-class InstalledVersions(msgspec.Struct, frozen=True):
-    """What all hosts of a job have in common, or else is named."""
-
-    python: str
-    syncline: str
-    torch: str  #: empty: not installed
-
-
-@functools.cache
-def versions_here() -> InstalledVersions:
-    def of(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
-    return InstalledVersions(platform.python_version(), of("syncline"), of("torch"))
 
 
 class _Started:

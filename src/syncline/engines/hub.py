@@ -27,10 +27,11 @@ from syncline.core.wire.agents import (
     TellMember,
 )
 from syncline.core.wire.message import Done, Message
-from syncline.engines.agent import LOST_SECONDS, InstalledVersions, versions_here
+from syncline.engines.agent import LOST_SECONDS
 from syncline.errors import ConfigError, ProtocolError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan
+from syncline.launch.versions import InstalledVersions, differing, torch_told, versions_here
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Connection, Peer
@@ -208,10 +209,8 @@ class Hub:
                 self._trouble = self._trouble or trouble
                 self._lock.notify_all()
             raise ConfigError(trouble)
-        if there.torch != here.torch:
-            self._say(
-                f"host {message.host} has torch {there.torch or 'not installed'}, this host {here.torch or 'not'}"
-            )
+        if told := torch_told(there, here, message.host):
+            self._say(told)
         agent = AgentHere(request.endpoint, message.host, message.number)
         with self._lock:
             if self._closed or message.number in self._agents:
@@ -272,12 +271,3 @@ class Hub:
         with self._lock:
             return {one.name: agent.host for agent in self._agents.values() for one in agent.members.values()}
 
-
-def differing(there: InstalledVersions, here: InstalledVersions, host: str) -> str:
-    """What has to be the same on all hosts and is not, in words."""
-    if there.syncline != here.syncline:
-        return f"host {host} has syncline {there.syncline}, this host {here.syncline}: install one version"
-    ours, theirs = (version.rpartition(".")[0] for version in (here.python, there.python))
-    if ours != theirs:
-        return f"host {host} has Python {there.python}, this host {here.python}: use one version on all hosts"
-    return ""
