@@ -102,7 +102,7 @@ def run(
         float | None, typer.Option(help="Deadline for a submitted job to start. [default: none]")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Leave the submitted job to Slurm, and end at once.")
+        bool, typer.Option("--detach", help="Leave the job, which goes on: see syncline attach, syncline stop.")
     ] = False,
     **said: Any,
 ) -> None:
@@ -133,13 +133,18 @@ def run(
         raise typer.Exit(run_job_on_slurm(told, asked, queue_seconds or 0.0, detach=detach))
     if on not in (None, "local"):
         raise ConfigError(f"--on {on}: must be local or slurm")
-    if asked or detach or queue_seconds:
-        first = next(iter(asked), "detach" if detach else "queue_seconds")
+    if asked or queue_seconds:
+        first = next(iter(asked), "queue_seconds")
         raise ConfigError(f"--{_FLAGS.get(first, first.replace('_', '-'))} is for Slurm: add --on slurm")
     given, config, target = prepare(told)
     if log_format not in (None, "text", "json"):
         raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
     look_at_hosts(config, target, sync_code=sync_code)
+    if detach:
+        from syncline.cli.attach import run_detached
+
+        run_detached(given, config, target)
+        raise typer.Exit(0)
     with TerminalScreen(config.policy, quiet=quiet, as_json=log_format == "json") as screen:
         code = run_job(given, config, target, screen)
     raise typer.Exit(code)
