@@ -286,7 +286,7 @@ def test_the_small_job_needs_a_torch_that_works(monkeypatch: pytest.MonkeyPatch)
 
 def test_hosts_that_answer_and_hosts_that_do_not() -> None:
     """The prefix is a command of this host: it lets one name through only."""
-    prefix = """sh -c 'test "$0" = good || { echo "no route to $0" >&2; exit 7; }; exec "$@"' {host}"""
+    prefix = """sh -c 'test "$0" = good && exec "$@"; echo "no route to $0" >&2; exit 7' {host}"""
     words = ["doctor", "--on", "ssh", "-H", "localhost:2,good,bad", "--remote", prefix, "--json"]
     result = CliRunner().invoke(app, words)
     found = {check["name"]: check for check in json.loads(result.output)["checks"]}

@@ -66,7 +66,7 @@ def attach(
     except KeyboardInterrupt:
         sys.stdout.write(f"\nsyncline: left {job}, which goes on; syncline stop {job} ends it\n")
         code = 0
-    raise typer.Exit(code)
+    raise typer.Exit(code or 0)
 
 
 def stop(

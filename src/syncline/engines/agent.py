@@ -25,6 +25,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.core.wire import agents as wire
 from syncline.core.wire.message import Message
+from syncline.engines.awake import AwakeClock
 from syncline.errors import ConnectionLost, ProtocolError, SynclineError, WaitTimeout
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.forwarding import Forwarder
@@ -172,7 +173,7 @@ class Agent:
 
     def _connect(self, seconds: float, *, again: bool = False) -> Endpoint | None:
         """`again`: there was a launcher, and its members are looked after meanwhile."""
-        plan, begun = self._plan, time.monotonic()
+        plan, clock = self._plan, AwakeClock()
         identity = tcp.Identity(plan.file.job, plan.file.token_bytes, Peer("agent", plan.name, 0))
         while not self._is_told_to_end:
             answers: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
@@ -181,15 +182,16 @@ class Agent:
             while answer is None and not self._is_told_to_end:
                 with contextlib.suppress(queue.Empty):
                     answer = answers.get(timeout=POLL_SECONDS)
+                waited = clock.seconds()
                 if again:
                     self._reap()
-                    self._look_after_launcher(time.monotonic() - begun)
+                    self._look_after_launcher(waited)
             if answer is None:
                 break
             try:
                 connection = _raised(answer)
             except (OSError, ConnectionLost) as error:
-                if time.monotonic() - begun > seconds:
+                if clock.seconds() > seconds:
                     raise ConnectionLost(
                         f"{plan.name} on {plan.host} does not reach the launcher at {plan.file.host}:"
                         f"{plan.file.port} within {seconds:g} s ({error}); give an address that all hosts reach with "

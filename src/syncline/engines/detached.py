@@ -45,8 +45,8 @@ OUTPUT = "output.log"
 LAUNCHER = "launcher"
 #: The host of the agent that runs the coordinator and starts launchers.
 OWN_HOST = "local"
-#: For the agents of an earlier launcher to come.
-TAKE_OVER_SECONDS = 5.0
+#: For the agents of an earlier launcher to come; for the one that has started this launcher, and so lives.
+TAKE_OVER_SECONDS, STARTER_SECONDS = 5.0, 60.0
 SECOND_SIGNAL_SECONDS = 0.3
 
 ScreenOf = Callable[[JobConfig], contextlib.AbstractContextManager[Screen]]
@@ -154,7 +154,10 @@ def take_over(
             host, _, port = job.page.rpartition(":")
             page = listening(kept.page if kept is not None else None, host, int(port))
         held = _Held(folder, lock, sock, agents, page)
-        return _Leading(job, config, held, commands).run(screen_of, started, takes_over=True)
+        starter_seconds = STARTER_SECONDS if kept is not None else 0.0
+        return _Leading(job, config, held, commands).run(
+            screen_of, started, takes_over=True, starter_seconds=starter_seconds
+        )
 
 
 def close_folder(folder: pathlib.Path) -> None:
@@ -190,7 +193,9 @@ class _Leading:
     def __init__(self, job: DetachedJob, config: JobConfig, held: _Held, commands: StartCommands) -> None:
         self._job, self._config, self._held, self._commands = job, config, held, commands
 
-    def run(self, screen_of: ScreenOf, started: Callable[[], None], *, takes_over: bool) -> int:
+    def run(
+        self, screen_of: ScreenOf, started: Callable[[], None], *, takes_over: bool, starter_seconds: float = 0.0
+    ) -> int:
         folder, code = self._held.folder, 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(_shown_in(folder / OUTPUT))
@@ -209,8 +214,9 @@ class _Leading:
             expected = {plan.host: 1 for plan in plans}
             found = None
             if takes_over:
-                with contextlib.suppress(ConfigError):  # those that do not come are started
-                    hub.gather(expected, TAKE_OVER_SECONDS)
+                for some, seconds in (({OWN_HOST: 1}, starter_seconds), (expected, TAKE_OVER_SECONDS)):
+                    with contextlib.suppress(ConfigError):  # those that do not come are started
+                        hub.gather(some, seconds)
                 members = hub.take_over()
                 names = ", ".join(sorted(plan.name for plan, _ in members))
                 say(f"another launcher takes over; it has found {names or 'no member'}")

@@ -12,6 +12,7 @@ import msgspec
 
 from syncline import config as configuration
 from syncline.engines.agent import AgentPlan
+from syncline.engines.awake import AwakeClock
 from syncline.engines.hub import Hub
 from syncline.errors import ConfigError
 from syncline.launch.hosts import quietest
@@ -23,7 +24,7 @@ AWAY_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 30.0
 START_SECONDS = 120.0
 #: For the agent of a member's host to come, unless its start has failed; then the member starts elsewhere, or not at
 #: all.
-ELSEWHERE_SECONDS, PATIENT_SECONDS = 20.0, 60.0
+ELSEWHERE_SECONDS, PATIENT_SECONDS = 20.0, 120.0
 _LOOK_SECONDS = 0.1
 _MOST_WORDS = 2000
 
@@ -39,6 +40,7 @@ class HostAgents:
         self._is_over = threading.Event()
         self._pauses = {plan.host: AWAY_SECONDS for plan in plans}
         self._told: set[str] = set()
+        self._starting: set[str] = set()  # hosts whose agents are being started
         self._failed: set[str] = set()  # hosts whose agents could not be started, when that was last tried
 
     def start_all(self) -> None:
@@ -62,12 +64,15 @@ class HostAgents:
         while not self._is_over.wait(_LOOK_SECONDS):
             here, now = self._hub.hosts(), time.monotonic()
             for plan in self._plans:
-                if plan.host in here:
+                if plan.host in self._starting:
+                    seen[plan.host] = now
+                elif plan.host in here:
                     self._failed.discard(plan.host)
                     seen[plan.host], self._pauses[plan.host] = now, AWAY_SECONDS
                 elif now - seen[plan.host] > self._pauses[plan.host]:
                     seen[plan.host] = now
                     self._pauses[plan.host] = min(2 * self._pauses[plan.host], LONGEST_PAUSE_SECONDS)
+                    self._starting.add(plan.host)
                     self._say(f"{plan.name} on {plan.host} is started again")
                     threading.Thread(target=self._start, args=(plan, self._tell_once), daemon=True).start()
 
@@ -78,6 +83,15 @@ class HostAgents:
 
     def _start(self, plan: AgentPlan, failed: Callable[[str], None]) -> None:
         """Returns when the agent has left the process that started it."""
+        try:
+            if trouble := self._trouble_of_start(plan):
+                self._failed.add(plan.host)
+                failed(trouble)
+        finally:
+            self._starting.discard(plan.host)
+
+    def _trouble_of_start(self, plan: AgentPlan) -> str:
+        """Why it did not start; empty: it did."""
         command = command_on(plan.host, self._remote, self._command)
         try:
             process = subprocess.Popen(
@@ -86,18 +100,16 @@ class HostAgents:
                 env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
             )  # fmt: skip
         except OSError as error:
-            self._failed.add(plan.host)
-            failed(f"host {plan.host}: {shlex.join(command)} cannot be started: {error}")
-            return
+            return f"host {plan.host}: {shlex.join(command)} cannot be started: {error}"
         try:
             said, _ = process.communicate(msgspec.json.encode(plan) + b"\n", timeout=START_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             said, _ = process.communicate()
-        if process.returncode:
-            self._failed.add(plan.host)
-            words = " ".join(said[-_MOST_WORDS:].decode("utf-8", "replace").split())
-            failed(f"host {plan.host}: {shlex.join(command)} ended with exit code {process.returncode}: {words}")
+        if not process.returncode:
+            return ""
+        words = " ".join(said[-_MOST_WORDS:].decode("utf-8", "replace").split())
+        return f"host {plan.host}: {shlex.join(command)} ended with exit code {process.returncode}: {words}"
 
 
 class HeldHosts:
@@ -109,9 +121,9 @@ class HeldHosts:
 
     def start(self, plan: MemberPlan) -> MemberProcess:
         """On the host of its plan; if its agent does not come back, on the quietest of the others."""
-        begun = time.monotonic()
+        clock = AwakeClock()
         while (process := self._hub.start(plan)) is None:
-            waited, others = time.monotonic() - begun, self._here()
+            waited, others = clock.seconds(), self._here()
             if waited > PATIENT_SECONDS:
                 raise ConfigError(f"{plan.name} cannot be started: there is no agent on {plan.host}")
             is_hopeless = self._agents.has_failed(plan.host) or waited > ELSEWHERE_SECONDS

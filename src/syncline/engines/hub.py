@@ -19,6 +19,7 @@ import msgspec
 from syncline.core.wire import agents as wire
 from syncline.core.wire.message import Done, Message
 from syncline.engines.agent import LOST_SECONDS
+from syncline.engines.awake import AwakeClock
 from syncline.errors import ConfigError, ProtocolError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan
@@ -153,12 +154,12 @@ class Hub:
 
     def gather(self, expected: Mapping[str, int], seconds: float) -> None:
         """Waits for so many agents of each host."""
-        begun, said = time.monotonic(), False
+        clock, said = AwakeClock(), False
         with self._lock:
             while missing := self._missing(expected):
                 if self._trouble:
                     raise ConfigError(self._trouble)
-                waited = time.monotonic() - begun
+                waited = clock.seconds()
                 if waited > seconds:
                     raise ConfigError(
                         f"agents did not come within {seconds:g} s: {missing}; look at their output, and whether "

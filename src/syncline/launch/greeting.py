@@ -136,8 +136,9 @@ def _visit(host: str, visit: Visit) -> HostAnswer:
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    stream.close() if stream is not None else None
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
         if code or answer is None:
             errors.seek(0)
             words = " ".join(errors.read()[-_MOST_WORDS:].decode("utf-8", "replace").split())
