@@ -279,3 +279,25 @@ def test_a_wrong_syncline_toml_is_found(name: str, elsewhere: Path) -> None:
 def test_the_small_job_needs_a_torch_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert connections.small_job().text == "not tried: torch cannot be used"
+
+
+# -- hosts --------------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_answer_and_hosts_that_do_not() -> None:
+    """The prefix is a command of this host: it lets one name through only."""
+    prefix = """sh -c 'test "$0" = good && exec "$@"; echo "no route to $0" >&2; exit 7' {host}"""
+    words = ["doctor", "--on", "ssh", "-H", "localhost:2,good,bad", "--remote", prefix, "--json"]
+    result = CliRunner().invoke(app, words)
+    found = {check["name"]: check for check in json.loads(result.output)["checks"]}
+    assert result.exit_code == 1 and list(found) == ["command", "localhost", "good", "bad", "folder"]
+    assert found["localhost"]["level"] == found["good"]["level"] == "ok", found
+    assert found["bad"]["level"] == "problem" and "exit code 7: no route to bad; each" in found["bad"]["finding"]
+    assert "try sh -c" in found["bad"]["remedy"]
+
+
+def test_hosts_are_for_ssh_and_a_prefix_has_to_be_there() -> None:
+    with pytest.raises(ConfigError, match="-H and --remote are for --on ssh"):
+        CliRunner().invoke(app, ["doctor", "-H", "a"], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["doctor", "--on", "ssh", "--remote", "no-such-shell {host}", "--json"])
+    assert result.exit_code == 1 and "there is no no-such-shell" in result.output

@@ -14,7 +14,18 @@ from syncline.cli import roles, run
 from syncline.cli.main import main
 
 #: For whoever starts the other processes.
-OF_THE_LAUNCHER = {"quiet", "log_format", "script", "arguments", "module", "max_restarts", "hosts", "remote", "env"}
+OF_THE_LAUNCHER = {
+    "quiet",
+    "log_format",
+    "script",
+    "arguments",
+    "module",
+    "max_restarts",
+    "hosts",
+    "remote",
+    "env",
+    "sync_code",
+}
 #: Of batch jobs.
 OF_SLURM = {
     "on", "slurm_hosts", "gpus_per_host", "cpus_per_host", "time", "partition", "requeue", "engine_options",

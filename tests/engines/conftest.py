@@ -14,10 +14,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
-from tests.engines.clusters import Cluster
+from tests.engines.clusters import Cluster, wait_until
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 from syncline.store.disk import MANIFEST
+
+#: Steps until the file `end` is there. Each life leaves its process id, its node and its first value. A later life
+#: goes on from the parameters of the job.
+STEPS = """
+    import os, pathlib, time
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    begin, node = job.kv.pull()["x"][0], os.environ.get("SLURMD_NODENAME", "-")
+    pathlib.Path(f".{job.name}.{os.getpid()}").write_text(f"{os.getpid()} {node} {begin:g}")
+    os.rename(f".{job.name}.{os.getpid()}", f"{job.name}.{os.getpid()}.here")
+    for step in job.steps(10**9):
+        job.kv.push({"x": np.ones(3)}).wait()
+        pathlib.Path(f"at-{job.name}").write_text(str(step))
+        time.sleep(0.02)
+        if pathlib.Path("end").exists():
+            break
+    print(f"{job.name} ends", flush=True)
+"""
 
 BIN = os.path.dirname(sys.executable)
 MPI = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpiexec.hydra": []}
@@ -50,7 +69,7 @@ class Engine:
         folder = self.folder / "without"
         folder.mkdir()
         (folder / "sitecustomize.py").write_text('import sys\nsys.modules["torch"] = None\n')
-        self.environment["PYTHONPATH"] = str(folder)
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
     def settings(self, text: str = "") -> None:
         said = text.partition("=")[0].strip()
@@ -93,6 +112,32 @@ class Engine:
             assert time.monotonic() < until, f"{name} was not written"
             time.sleep(0.05)
         return path.read_text()
+
+    def lives(self, name: str, number: int, *processes: subprocess.Popen[str]) -> list[list[str]]:
+        """Process id, node and first value of so many lives of a worker that runs `STEPS`, the newest last."""
+        found: list[pathlib.Path] = []
+
+        def are_there() -> bool:
+            for process in processes:
+                assert process.poll() is None, self.finish(process)[1]
+            found[:] = sorted(self.folder.glob(f"{name}.*.here"), key=lambda path: path.stat().st_mtime)
+            return len(found) >= number
+
+        wait_until(are_there, f"{name} has not come {number} times")
+        return [path.read_text().split() for path in found]
+
+    def goes_on(self, name: str) -> None:
+        """Waits until this worker has made ten more of `STEPS`."""
+        path = self.folder / f"at-{name}"
+
+        def step() -> int:
+            return int((path.read_text() if path.exists() else "") or 0)
+
+        begun = step()
+        wait_until(lambda: step() >= begun + 10, f"{name} makes no steps")
+
+    def end_steps(self) -> None:
+        (self.folder / "end").touch()
 
     def wait_for_save(self, name: str, *processes: subprocess.Popen[str]) -> None:
         """Waits until this folder has a whole checkpoint."""

@@ -16,12 +16,13 @@ import pytest
 from tests.patience import PATIENCE
 
 from syncline.engines import hub
-from syncline.engines.agent import AgentPlan, InstalledVersions, versions_here
+from syncline.engines.agent import AgentPlan
 from syncline.engines.agents import Agents
-from syncline.engines.hub import Hub, differing
+from syncline.engines.hub import Hub
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.processes import MemberPlan, MemberProcess
+from syncline.launch.versions import InstalledVersions, differing, versions_here
 from syncline.net import tcp
 
 #: A server whose coordinator is not there: it waits for it.

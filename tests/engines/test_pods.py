@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from tests.engines.clusters import wait_until
-from tests.engines.conftest import Engine
+from tests.engines.conftest import STEPS, Engine
 from tests.engines.test_manifest import made, pods_of
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.engines
 
@@ -93,24 +94,6 @@ def test_the_validators_see_a_misspelled_field(words: str, path: tuple[str, str,
     assert done.returncode != 0 and field in done.stderr, done.stderr
 
 
-#: Steps until the file `end` is there; its life tells its process id and the first value.
-STEPS = """
-    import os, pathlib, time
-    import numpy as np, syncline
-    job = syncline.init()
-    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
-    begin = job.kv.pull()["x"][0]
-    pathlib.Path(f".{os.getpid()}").write_text(f"{os.getpid()} {begin:g}")
-    os.rename(f".{os.getpid()}", f"{job.name}.{os.getpid()}.here")
-    for step in job.steps(10**9):
-        job.kv.push({"x": np.ones(3)}).wait()
-        time.sleep(0.02)
-        if pathlib.Path("end").exists():
-            break
-    print(f"{job.name} ends", flush=True)
-"""
-
-
 class Pods:
     """Starts the pods of a manifest as processes, each in mounts of its own: its Secret, its emptyDir, its names."""
 
@@ -143,10 +126,18 @@ class Pods:
         words = ["unshare", "--mount", "sh", "-c", script, "sh", *container["command"]]
         return self._engine.start(words, {**environment, "JOB_COMPLETION_INDEX": str(index)})
 
+    def says(self, coordinator: subprocess.Popen[str], member: str) -> bool:
+        """Whether `syncline status`, in the coordinator's pod, has this member."""
+        inside = ["nsenter", "--mount", "--target", str(coordinator.pid)]
+        code, output = self._engine.run([*inside, "syncline", "status", "--json", "/run/syncline/job.json"])
+        assert code == 0, output
+        return member in [one["name"] for one in json.loads(output)["members"]]
+
 
 @pytest.mark.parametrize("plain", [["--plain"], []], ids=["jobs", "jobset"])
 def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members start before the coordinator. A worker is killed; the same command brings it back."""
+    """Members start before the coordinator. A worker is killed, then a server, whose slices have a second replica:
+    the same commands bring them back. SIGTERM is an eviction, and that a leave."""
     monkeypatch.chdir(engine.folder)
     engine.script(STEPS)
     engine.leave_out_torch()
@@ -155,29 +146,23 @@ def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkey
     workers = [pods.start("worker", k) for k in range(2)]
     servers = [pods.start("server", k) for k in range(2)]
     coordinator = pods.start("coordinator")
-
-    def lives(name: str) -> list[list[str]]:
-        paths = sorted(engine.folder.glob(f"{name}.*.here"), key=lambda path: path.stat().st_mtime)
-        return [path.read_text().split() for path in paths]
-
-    def come(name: str, number: int) -> None:
-        def is_there() -> bool:
-            assert coordinator.poll() is None, engine.finish(coordinator)[1]
-            return len(lives(name)) >= number
-
-        wait_until(is_there, f"{name} has not come {number} times")
-
-    for name in ("worker-0", "worker-1"):
-        come(name, 1)
-    os.kill(int(lives("worker-1")[0][0]), signal.SIGKILL)
-    assert workers[1].wait(300) != 0
+    engine.lives("worker-0", 1, coordinator)
+    os.kill(int(engine.lives("worker-1", 1, coordinator)[0][0]), signal.SIGKILL)
+    assert workers[1].wait(PATIENCE) != 0
     workers[1] = pods.start("worker", 1)
-    come("worker-1", 2)
-    assert float(lives("worker-1")[1][1]) < 0, "the second life began with the parameters of the job"
-    workers[0].terminate()  # an eviction is a leave
+    second = engine.lives("worker-1", 2, coordinator)[1]
+    assert float(second[2]) < 0, "the second life began with the parameters of the job"
+    os.killpg(servers[0].pid, signal.SIGKILL)
+    wait_until(lambda: not pods.says(coordinator, "server-0"), "server-0 is not missed")
+    engine.goes_on("worker-0")
+    servers[0].wait(PATIENCE)
+    servers[0] = pods.start("server", 0)
+    wait_until(lambda: pods.says(coordinator, "server-0"), "server-0 has not joined again")
+    engine.goes_on("worker-1")
+    workers[0].terminate()
     code, output = engine.finish(workers[0])
     assert code == 0, output
-    (engine.folder / "end").touch()
+    engine.end_steps()
     ends = [engine.finish(process) for process in (workers[1], *servers, coordinator)]
     assert [code for code, _ in ends] == [0, 0, 0, 0], ends
     assert "worker-1 ends" in ends[0][1]

@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import signal
-import subprocess
 from collections.abc import Sequence
 
 import pytest
 from tests.engines.clusters import Cluster, wait_until
-from tests.engines.conftest import Engine, finished_well
+from tests.engines.conftest import STEPS, Engine, finished_well
 from tests.engines.test_ranks import SUMS, sums_of
 
 pytestmark = pytest.mark.engines
-
-#: Steps until the file `end` is there, and tells its process id; started again, it goes on.
-STEPS = """
-    import os, pathlib, time
-    import numpy as np, syncline
-    job = syncline.init()
-    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
-    begin = job.kv.pull()["x"][0]
-    pathlib.Path(f".{job.name}.{os.getpid()}").write_text(f"{os.getpid()} {os.environ['SLURMD_NODENAME']} {begin:g}")
-    os.rename(f".{job.name}.{os.getpid()}", f"{job.name}.{os.getpid()}.here")
-    for step in job.steps(10**9):
-        job.kv.push({"x": np.ones(3)}).wait()
-        time.sleep(0.02)
-        if pathlib.Path("end").exists():
-            break
-    print(f"{job.name} ends", flush=True)
-"""
-
-
-def here(slurm: Engine, name: str, process: subprocess.Popen[str], lives: int = 1) -> list[list[str]]:
-    """Process id, node and first value of so many lives of a worker, the newest last."""
-    found: list[pathlib.Path] = []
-
-    def are_there() -> bool:
-        assert process.poll() is None, slurm.finish(process)[1]
-        found[:] = sorted(slurm.folder.glob(f"{name}.*.here"), key=lambda path: path.stat().st_mtime)
-        return len(found) >= lives
-
-    wait_until(are_there, f"{name} has not come {lives} times")
-    return [path.read_text().split() for path in found]
-
-
-def end(slurm: Engine) -> None:
-    (slurm.folder / "end").touch()
 
 
 def batch(*words: str) -> Sequence[str]:
@@ -91,14 +55,14 @@ def test_a_killed_worker_and_a_killed_server_come_back(slurm: Engine) -> None:
     """Two servers with two replicas: nothing is lost, and the job goes on."""
     slurm.script(STEPS)
     process = slurm.start(["srun", "-N2", "-n2", "syncline", "run", "-s", "2", "--name", "kill", "train.py"])
-    pid = int(here(slurm, "worker-1", process)[0][0])
+    pid = int(slurm.lives("worker-1", 1, process)[0][0])
     os.kill(pid, signal.SIGKILL)
-    lives = here(slurm, "worker-1", process, 2)
+    lives = slurm.lives("worker-1", 2, process)
     assert float(lives[-1][2]) <= 0
     (server,) = slurm.members("server-1")
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: [pid for pid in slurm.members("server-1") if pid != server] != [], "no server came back")
-    end(slurm)
+    slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and finished_well(output, 2), output
     assert "worker-1 was killed by SIGKILL" in output and "server-1 was killed by SIGKILL" in output, output
@@ -110,15 +74,15 @@ def test_the_loss_of_a_node_is_a_death_and_its_members_start_elsewhere(slurm: En
     words = ["--nodes", "3", "-w", "3", "-s", "3", "--replicas", "2", "--name", "loss", "train.py"]
     process = slurm.start(batch(*words))
     for name in ("worker-0", "worker-1", "worker-2"):
-        here(slurm, name, process)
-    first = here(slurm, "worker-0", process)[0][1]
-    lost = here(slurm, "worker-2", process)[0][1]
+        slurm.lives(name, 1, process)
+    first = slurm.lives("worker-0", 1, process)[0][1]
+    lost = slurm.lives("worker-2", 1, process)[0][1]
     assert lost != first
     cluster.lose(lost)
     try:
-        again = here(slurm, "worker-2", process, 2)[-1]
+        again = slurm.lives("worker-2", 2, process)[-1]
         assert again[1] != lost
-        end(slurm)
+        slurm.end_steps()
         code, output = slurm.finish(process)
         assert code == 0 and finished_well(output, 3), output
         assert f"on {lost} is lost" in output, output
@@ -131,14 +95,14 @@ def test_a_job_grows_and_shrinks_in_its_allocation(slurm: Engine) -> None:
     slurm.script(STEPS)
     words = ["srun", "-N2", "-n2", "syncline", "run", "-w", "1:4", "--name", "grow", "train.py"]
     process = slurm.start(words)
-    here(slurm, "worker-0", process)
+    slurm.lives("worker-0", 1, process)
     code, said = slurm.run(["syncline", "scale", "grow", "--workers", "4"])
     assert code == 0, said
-    places = [here(slurm, f"worker-{k}", process)[0][1] for k in range(4)]
+    places = [slurm.lives(f"worker-{k}", 1, process)[0][1] for k in range(4)]
     assert len(set(places)) == 2, places
     code, said = slurm.run(["syncline", "scale", "grow", "--workers", "2"])
     assert code == 0, said
-    end(slurm)
+    slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and "the job has finished" in output, output
     slurm.check_nothing_left()
@@ -148,7 +112,7 @@ def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> N
     slurm.script(STEPS)
     words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "cancel", "--time", "10", "train.py"]
     process = slurm.start(batch(*words))
-    here(slurm, "worker-1", process)
+    slurm.lives("worker-1", 1, process)
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
     cluster.say("scancel", job)
     code, output = slurm.finish(process)
@@ -163,15 +127,15 @@ def test_before_the_time_limit_a_job_is_saved_and_requeued_and_goes_on(slurm: En
     slurm.script(STEPS)
     words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "again", "--time", "10", "train.py"]
     process = slurm.start(batch(*words))
-    here(slurm, "worker-1", process)
+    slurm.lives("worker-1", 1, process)
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
     cluster.say("scancel", "--signal=TERM", job)
     wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
     assert list((slurm.folder / "saves").glob("*/manifest.json"))
     cluster.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes by itself
-    begins = [float(life[2]) for life in here(slurm, "worker-1", process, 2)]
+    begins = [float(life[2]) for life in slurm.lives("worker-1", 2, process)]
     assert begins[0] == 0 and begins[1] < 0, begins
-    end(slurm)
+    slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and finished_well(output, 2), output
     assert "saved step-" in output or "saved " in output

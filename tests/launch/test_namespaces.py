@@ -109,7 +109,7 @@ def test_a_ring_over_hosts_with_two_workers_each(commands: Any, two_hosts: tuple
 
 
 def test_a_host_that_cannot_be_reached_is_named(commands: Any) -> None:
-    """The prefix fails on the other host: the member and its log are named, nothing is left."""
+    """The prefix fails on the other host: it is named before anything starts."""
     script = commands.script(SCRIPT)
     options = (
         "-H",
@@ -122,5 +122,6 @@ def test_a_host_that_cannot_be_reached_is_named(commands: Any) -> None:
         "0",
     )
     result = commands.run("run", *options, script)
-    assert result.code == 1
-    assert "the job has failed: worker-1 ended with exit code 1" in result.output
+    assert result.code == 2
+    assert "host elsewhere: false elsewhere " in result.output and " ended with exit code 1; " in result.output
+    assert not (commands.folder / "runs").exists()

@@ -14,7 +14,9 @@ from rich.text import Text
 
 from syncline.cli import checks, connections
 from syncline.cli.checks import Check, Finding
-from syncline.cli.engines import checks_of
+from syncline.cli.engines import checks_of, host_checks
+from syncline.config import JobConfig
+from syncline.errors import ConfigError
 
 #: torch comes before what looks into it.
 CHECKS = (
@@ -41,7 +43,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings, for machines.")] = False,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="ENGINE", help="Check an engine: mpi, torchrun, slurm, kubernetes."),
+        typer.Option("--on", metavar="ENGINE", help="Check an engine: mpi, torchrun, slurm, kubernetes, ssh."),
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option("-H", "--hosts", metavar="a,b", help="Hosts to look at, with --on ssh.")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option(help='Command prefix that starts a process on a host. [default: "ssh {host}"]')
     ] = None,
 ) -> None:
     """Looks at what jobs need on this machine, and says what to do about what is missing.
@@ -50,7 +58,13 @@ def doctor(
 
     Example:  syncline doctor
     """
-    findings = [(check, check.run()) for check in (checks_of(on) if on is not None else CHECKS)]
+    if on != "ssh" and (hosts or remote):
+        raise ConfigError("-H and --remote are for --on ssh")
+    if on == "ssh":
+        found: Sequence[Check] = host_checks(hosts or "", remote or JobConfig().remote)
+    else:
+        found = checks_of(on) if on is not None else CHECKS
+    findings = [(check, check.run()) for check in found]
     if as_json:
         sys.stdout.write(msgspec.json.format(to_json(findings), indent=2).decode() + "\n")
     else:

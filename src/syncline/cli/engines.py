@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,9 @@ from collections.abc import Mapping
 from syncline import config as configuration
 from syncline.cli.checks import Check, Finding
 from syncline.errors import ConfigError, SynclineError
+from syncline.launch.greeting import greet
+from syncline.launch.hosts import parse_hosts
+from syncline.launch.processes import LOCAL_HOSTS, command_on
 from syncline.launch.rendezvous import HOW, own_token_path, read_token
 from syncline.launch.world import StartedRanks
 
@@ -122,6 +127,35 @@ def cluster_answers() -> Finding:
     return Finding("ok", "the cluster answers, and knows JobSets")
 
 
+def prefix(remote: str) -> Finding:
+    """The command that `-H` starts others with."""
+    name = shlex.split(remote)[0] if remote.strip() else ""
+    path = shutil.which(name)
+    if path is None:
+        return Finding("problem", f"there is no {name or 'command'}", "install it, or give another prefix: --remote")
+    return Finding("ok", f"{path}: {remote}")
+
+
+def host_answers(host: str, remote: str) -> Finding:
+    """One host: whether a command starts there, and what it has."""
+    try:
+        told = greet([host], remote, "", TRY_SECONDS)
+    except SynclineError as error:
+        remedy = f"try {shlex.join(command_on(host, remote, [sys.executable, '--version']))}"
+        return Finding("problem", str(error), remedy)
+    if told:
+        return Finding("warning", told[0], "install one version of torch everywhere")
+    here = "this host" if host in LOCAL_HOSTS else "starts a process, with the same versions as here"
+    return Finding("ok", here)
+
+
+def host_checks(hosts: str, remote: str) -> tuple[Check, ...]:
+    """Of the hosts of `-H`, or only of the prefix that reaches them."""
+    names = [host for host, _ in parse_hosts(hosts)] if hosts else []
+    looks = [Check(host, functools.partial(host_answers, host, remote)) for host in names]
+    return (Check("command", functools.partial(prefix, remote)), *looks, Check("folder", shared_folder))
+
+
 def _tried(command: list[str]) -> Finding:
     try:
         done = _run(command)
@@ -151,5 +185,5 @@ ENGINES: Mapping[str, tuple[Check, ...]] = {
 
 def checks_of(engine: str) -> tuple[Check, ...]:
     if engine not in ENGINES:
-        raise ConfigError(f"--on {engine}: must be one of {', '.join(ENGINES)}")
+        raise ConfigError(f"--on {engine}: must be one of {', '.join(ENGINES)}, ssh")
     return ENGINES[engine]

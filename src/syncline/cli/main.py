@@ -32,6 +32,8 @@ COMMANDS = {
     "ls": Command("Lists the jobs of this machine, those that run first.", "status"),
     "page": Command("Prints a link to a job's web page, or serves ended runs.", "page"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
+    "attach": Command("Shows what a detached job prints.", "attach"),
+    "stop": Command("Ends a detached job.", "attach"),
     "scale": Command("Gives a running job more or fewer workers or servers.", "status"),
     "pace": Command("Slows, holds or releases a worker of a running job.", "pace"),
     "chaos": Command("Runs a job while it kills its members.", "chaos", runs_script=True),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,7 @@ from syncline.cli.planning import plan_launch
 from syncline.cli.screen import TerminalScreen
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
-from syncline.launch.hosts import parse_workers
+from syncline.launch.hosts import hosts_of, parse_workers
 from syncline.launch.own_codecs import check_own_codecs
 from syncline.launch.running import Script, check_script, run_job, settle_here
 
@@ -49,6 +51,10 @@ def run(
     remote: Annotated[
         str | None, typer.Option(help='Command prefix that starts a process on a host. [default: "ssh {host}"]')
     ] = None,
+    sync_code: Annotated[
+        bool,
+        typer.Option("--sync-code", help="Send the working folder to the hosts of -H that do not see it."),
+    ] = False,
     env: Annotated[
         str | None, typer.Option(help="torchrun: also set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.")
     ] = None,
@@ -96,7 +102,7 @@ def run(
         float | None, typer.Option(help="Deadline for a submitted job to start. [default: none]")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Leave the submitted job to Slurm, and end at once.")
+        bool, typer.Option("--detach", help="Leave the job, which goes on: see syncline attach, syncline stop.")
     ] = False,
     **said: Any,
 ) -> None:
@@ -127,15 +133,39 @@ def run(
         raise typer.Exit(run_job_on_slurm(told, asked, queue_seconds or 0.0, detach=detach))
     if on not in (None, "local"):
         raise ConfigError(f"--on {on}: must be local or slurm")
-    if asked or detach or queue_seconds:
-        first = next(iter(asked), "detach" if detach else "queue_seconds")
+    if asked or queue_seconds:
+        first = next(iter(asked), "queue_seconds")
         raise ConfigError(f"--{_FLAGS.get(first, first.replace('_', '-'))} is for Slurm: add --on slurm")
     given, config, target = prepare(told)
     if log_format not in (None, "text", "json"):
         raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
+    look_at_hosts(config, target, sync_code=sync_code)
+    if detach:
+        from syncline.cli.attach import run_detached
+
+        run_detached(given, config, target)
+        raise typer.Exit(0)
     with TerminalScreen(config.policy, quiet=quiet, as_json=log_format == "json") as screen:
         code = run_job(given, config, target, screen)
     raise typer.Exit(code)
+
+
+def look_at_hosts(config: JobConfig, script: Script, *, sync_code: bool) -> None:
+    """Names what makes the job impossible on one of its hosts, before anything starts."""
+    if not config.hosts:
+        if sync_code:
+            raise ConfigError("--sync-code sends the working folder to the hosts of -H; there is no -H")
+        return
+    from syncline.launch.greeting import greet
+
+    path = "" if script.is_module else script.path
+    left_out = [pathlib.Path(config.runs)]
+    if config.checkpoint and "://" not in config.checkpoint:
+        left_out.append(pathlib.Path(config.checkpoint))
+    told = greet(hosts_of(config), config.remote, path, config.start_seconds, sync_code=sync_code, left_out=left_out)
+    for line in told:
+        sys.stdout.write(f"syncline: {line}\n")
+    sys.stdout.flush()
 
 
 #: Where a flag is not its parameter's name.

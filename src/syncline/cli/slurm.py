@@ -13,6 +13,7 @@ from syncline import config as configuration
 from syncline.cli.run import AS_STEP, prepare
 from syncline.cli.screen import TerminalScreen
 from syncline.engines import slurm
+from syncline.engines.detached import close_folder
 from syncline.engines.slurm_submit import BATCH, EXIT_CODE, Following, Wanted, batch_script, check_here, submit
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.running import run_job, settle_name
@@ -51,15 +52,6 @@ def _with_toml(launch: Mapping[str, Any]) -> dict[str, Any]:
     names = ("workers", "least_workers", "most_workers", "stages", "bind", "hosts")
     toml = {name: value for name, value in configuration.read_toml_here().items() if name in names}
     return {**toml, **launch}
-
-
-def close_folder(folder: pathlib.Path) -> None:
-    """The job's folder, with its job file, is entered by its user only."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be used: {error.strerror or error}; use --runs DIR") from None
 
 
 def run_job_on_slurm(told: Mapping[str, Any], asked: Mapping[str, Any], queue_seconds: float, *, detach: bool) -> int:

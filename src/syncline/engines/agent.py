@@ -2,17 +2,19 @@
 
 The engine of a cluster (Slurm, Ray) starts one process of this kind for each of its places. The agent connects to the
 launcher, proves the agents' token, and then does what it is told. It decides nothing.
+
+The agents of a detached job keep their members when the launcher is gone, and wait for the next one. The agent on the
+launcher's own host starts that one.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
-import importlib.metadata
 import os
-import platform
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,25 +23,18 @@ from collections.abc import Sequence
 import msgspec
 
 from syncline import config as configuration
-from syncline.core.wire.agents import (
-    AgentAlive,
-    AgentJoin,
-    EndAgent,
-    MemberEnded,
-    MemberOutput,
-    SignalMember,
-    StartMember,
-    TellMember,
-)
+from syncline.core.wire import agents as wire
 from syncline.core.wire.message import Message
-from syncline.errors import ConnectionLost, ProtocolError, SynclineError
+from syncline.engines.awake import AwakeClock
+from syncline.errors import ConnectionLost, ProtocolError, SynclineError, WaitTimeout
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import LocalProcess, MemberPlan, start_member
+from syncline.launch.versions import versions_here
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Request, Stamp
-from syncline.net.transport import Buffer, Peer
+from syncline.net.transport import Buffer, Connection, Peer
 
 #: Between two signs of life; a launcher that hears none for `LOST_SECONDS` counts the agent as lost.
 ALIVE_SECONDS, LOST_SECONDS = 1.0, 10.0
@@ -52,6 +47,12 @@ LAST_OUTPUT_SECONDS = 0.5
 CHUNK_BYTES = 1 << 20
 #: Exit code of an agent whose launcher is gone.
 GONE = 1
+#: The most output that waits for another launcher.
+MOST_KEPT_BYTES = 1 << 20
+#: Without a launcher for so long, another one is started; so often in a row, unless one lasts.
+SUCCESSOR_SECONDS, MOST_SUCCESSORS, LASTING_SECONDS = 0.4, 5, 30.0
+#: Exit code of a launcher that finds another one: only the connection to that was lost.
+THERE_ALREADY = 3
 
 
 class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,41 +62,69 @@ class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     number: int
     preload: bool = True
+    stays: bool = False  #: keeps its members when the launcher is gone, until another one comes
+    folder: str = ""  #: working folder of what it starts itself
+    log: str = ""  #: file for its own words
+    launcher: list[str] = []  #: command that starts a launcher in place of one that is gone
+    kept: list[int] = []  #: open descriptors, for that launcher and the coordinator
 
     @property
     def name(self) -> str:
         return f"agent-{self.number}"
 
 
-class InstalledVersions(msgspec.Struct, frozen=True):
-    """What all hosts of a job have in common, or else is named."""
+class _Post:
+    """Words for the launcher. While there is none, the newest output of members waits for the next one."""
 
-    python: str
-    syncline: str
-    torch: str  #: empty: not installed
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._endpoint: Endpoint | None = None
+        self._kept: collections.deque[wire.MemberOutput] = collections.deque()
+        self._kept_bytes = 0
+        self.keeps = False
 
+    def say(self, message: Message) -> None:
+        with self._lock:
+            endpoint = self._endpoint
+            if endpoint is None or not endpoint.is_open:
+                if self.keeps and isinstance(message, wire.MemberOutput):
+                    self._keep(message)
+                return
+        endpoint.mention(message)
 
-@functools.cache
-def versions_here() -> InstalledVersions:
-    def of(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+    def _keep(self, message: wire.MemberOutput) -> None:
+        self._kept.append(message)
+        self._kept_bytes += len(message.data)
+        while self._kept_bytes > MOST_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft().data)
 
-    return InstalledVersions(platform.python_version(), of("syncline"), of("torch"))
+    def open(self, endpoint: Endpoint) -> None:
+        """There is a launcher: it gets what was kept, then what comes."""
+        while True:
+            with self._lock:
+                kept, self._kept, self._kept_bytes = self._kept, collections.deque(), 0
+                if not kept:
+                    self._endpoint = endpoint
+                    return
+            for message in kept:
+                endpoint.mention(message)
+
+    def close(self) -> None:
+        with self._lock:
+            self._endpoint = None
 
 
 class _Started:
     """A member of this agent: its process, and its output on the way to the launcher."""
 
-    def __init__(self, number: int, process: LocalProcess, endpoint: Endpoint) -> None:
-        self._number, self.process, self._endpoint = number, process, endpoint
+    def __init__(self, number: int, plan: bytes, process: LocalProcess, post: _Post) -> None:
+        self.number, self.plan, self.process, self._post = number, plan, process, post
+        self.code: int | None = None
         self.forwarder = Forwarder(process.name, process.output, self._send)
 
     def _send(self, raw: bytes) -> None:
         for begin in range(0, len(raw), CHUNK_BYTES):
-            self._endpoint.mention(MemberOutput(self._number, raw[begin : begin + CHUNK_BYTES]))
+            self._post.say(wire.MemberOutput(self.number, raw[begin : begin + CHUNK_BYTES]))
 
 
 class Agent:
@@ -105,18 +134,29 @@ class Agent:
         self._plan = plan
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._members: dict[int, _Started] = {}
+        self._ended: dict[str, _Started] = {}  # by name, where the next launcher has to hear of it
+        self._post = _Post()
+        self._post.keeps = plan.stays
         self._fork_server = ForkServer(self._say) if plan.preload else None
         self._endpoint: Endpoint | None = None
+        self._successor: subprocess.Popen[bytes] | None = None  # a launcher that this agent has started
+        self._num_successors = 0  # since the last one that lasted
         self._is_told_to_end = False
 
     def run(self, seconds: float) -> int:
-        """Until the launcher says that the job is over, or is gone; its exit code. `seconds`: to reach it at all."""
+        """Until the launcher says that the job is over, or is gone; its exit code. `seconds`: to reach it at all.
+
+        If this agent stays, another launcher has as long to come.
+        """
         previous = signal.signal(signal.SIGTERM, self._told_to_end)
         try:
             self._endpoint = self._connect(seconds)
-            if self._endpoint is None:
-                return 128 + signal.SIGTERM
-            return self._serve(self._endpoint)
+            while self._endpoint is not None:
+                code = self._serve(self._endpoint)
+                if code is not None:
+                    return code
+                self._endpoint = self._connect(seconds, again=True)
+            return 128 + signal.SIGTERM
         finally:
             self._end_all()
             signal.signal(signal.SIGTERM, previous)
@@ -131,14 +171,27 @@ class Agent:
 
     # -- the connection -----------------------------------------------------------------------------------
 
-    def _connect(self, seconds: float) -> Endpoint | None:
-        plan, until = self._plan, time.monotonic() + seconds
+    def _connect(self, seconds: float, *, again: bool = False) -> Endpoint | None:
+        """`again`: there was a launcher, and its members are looked after meanwhile."""
+        plan, clock = self._plan, AwakeClock()
         identity = tcp.Identity(plan.file.job, plan.file.token_bytes, Peer("agent", plan.name, 0))
         while not self._is_told_to_end:
+            answers: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
+            threading.Thread(target=_attempt, args=(plan.file, identity, answers), daemon=True).start()
+            answer: Connection | Exception | None = None
+            while answer is None and not self._is_told_to_end:
+                with contextlib.suppress(queue.Empty):
+                    answer = answers.get(timeout=POLL_SECONDS)
+                waited = clock.seconds()
+                if again:
+                    self._reap()
+                    self._look_after_launcher(waited)
+            if answer is None:
+                break
             try:
-                connection = tcp.connect_tcp(plan.file.host, plan.file.port, identity, ANSWER_SECONDS)
+                connection = _raised(answer)
             except (OSError, ConnectionLost) as error:
-                if time.monotonic() > until:
+                if clock.seconds() > seconds:
                     raise ConnectionLost(
                         f"{plan.name} on {plan.host} does not reach the launcher at {plan.file.host}:"
                         f"{plan.file.port} within {seconds:g} s ({error}); give an address that all hosts reach with "
@@ -147,12 +200,49 @@ class Agent:
                 time.sleep(AGAIN_SECONDS)
                 continue
             endpoint = Endpoint(connection, Stamp(plan.file.job), self)
-            here = versions_here()
-            endpoint.call(AgentJoin(plan.host, plan.number, here.python, here.syncline, here.torch)).wait(
-                ANSWER_SECONDS
-            )
+            try:
+                self._join(endpoint)
+            except (ConnectionLost, WaitTimeout):
+                endpoint.close()
+                if not again:
+                    raise
+                continue
             return endpoint
         return None
+
+    def _join(self, endpoint: Endpoint) -> None:
+        held = [
+            wire.HeldMember(one.number, one.plan, one.code is not None)
+            for one in (*self._members.values(), *self._ended.values())
+        ]
+        here = versions_here()
+        join = wire.AgentJoin(self._plan.host, self._plan.number, here.python, here.syncline, here.torch, held)
+        endpoint.call(join).wait(ANSWER_SECONDS)
+        self._post.open(endpoint)
+        for one in self._ended.values():
+            self._tell_end(one)
+
+    def _look_after_launcher(self, seconds: float) -> None:
+        """While there is none, for so long: the agent on the launcher's own host starts another one."""
+        if not self._plan.launcher or seconds < SUCCESSOR_SECONDS:
+            return
+        if self._successor is not None:
+            code = self._successor.poll()
+            if code is None:
+                return
+            if code == THERE_ALREADY:
+                self._num_successors -= 1
+                self._successor = None
+        if self._num_successors >= MOST_SUCCESSORS:
+            raise ConnectionLost(
+                f"{self._plan.name}: the launcher ended {MOST_SUCCESSORS} times in a row; see {self._plan.log}"
+            )
+        self._num_successors += 1
+        self._say("the launcher is gone; this agent starts another one, and members go on meanwhile")
+        self._successor = subprocess.Popen(
+            self._plan.launcher, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=self._plan.kept,
+            cwd=self._plan.folder or None, env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
+        )  # fmt: skip
 
     def buffers_for(self, peer: Peer, message: Message, payload_bytes: int) -> Sequence[Buffer]:
         if payload_bytes:
@@ -163,39 +253,52 @@ class Agent:
         self._queue.put(request.message)
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
-        self._queue.put(None)
+        if endpoint is self._endpoint:
+            self._queue.put(None)
 
     # -- its work -----------------------------------------------------------------------------------------
 
     def _say_alive(self, endpoint: Endpoint) -> None:
         """In a thread of its own: a start waits for torch to be loaded, which may take longer than the deadline."""
         while endpoint.is_open:
-            endpoint.mention(AgentAlive())
+            endpoint.mention(wire.AgentAlive())
             time.sleep(ALIVE_SECONDS)
 
-    def _serve(self, endpoint: Endpoint) -> int:
+    def _serve(self, endpoint: Endpoint) -> int | None:
+        """The exit code of this agent; None: the launcher is gone, and this agent stays."""
         threading.Thread(target=self._say_alive, args=(endpoint,), name="alive", daemon=True).start()
+        begun = time.monotonic()
         while True:
+            message: Message | None = None
             with contextlib.suppress(queue.Empty):
                 message = self._queue.get(timeout=POLL_SECONDS)
-                if message is None:
-                    self._say("the launcher is gone; this agent ends what it has started")
-                    return GONE
-                if isinstance(message, EndAgent):
-                    return message.code
-                self._obey(message, endpoint)
-            self._reap(endpoint)
+            if isinstance(message, wire.EndAgent):
+                return message.code
+            if message is not None:
+                self._obey(message)
+            self._reap()
+            if not endpoint.is_open and self._queue.empty():
+                break
+            if self._is_told_to_end and self._plan.stays:
+                return 128 + signal.SIGTERM
+        self._post.close()
+        if not self._plan.stays:
+            self._say("the launcher is gone; this agent ends what it has started")
+            return GONE
+        if time.monotonic() - begun > LASTING_SECONDS:
+            self._num_successors = 0
+        return None
 
-    def _obey(self, message: Message, endpoint: Endpoint) -> None:
-        if isinstance(message, StartMember):
-            self._start(message, endpoint)
+    def _obey(self, message: Message) -> None:
+        if isinstance(message, wire.StartMember):
+            self._start(message)
             return
-        if not isinstance(message, TellMember | SignalMember):
+        if not isinstance(message, wire.TellMember | wire.SignalMember):
             return
         member = self._members.get(message.number)
         if member is None:
             return  # it has ended meanwhile
-        if isinstance(message, SignalMember):
+        if isinstance(message, wire.SignalMember):
             member.process.signal(message.signal)
             return
         if message.words:
@@ -203,25 +306,32 @@ class Agent:
         if message.ends:
             member.process.close_lifeline()
 
-    def _start(self, message: StartMember, endpoint: Endpoint) -> None:
+    def _start(self, message: wire.StartMember) -> None:
         try:
             plan = msgspec.json.decode(message.plan, type=MemberPlan)
             if self._fork_server is not None and plan.loads_torch:
                 self._fork_server.start()
             process = start_member(plan, fork_server=self._fork_server)
         except (SynclineError, msgspec.MsgspecError, OSError) as error:
-            endpoint.mention(MemberEnded(message.number, 1, str(error)))
+            self._post.say(wire.MemberEnded(message.number, 1, str(error)))
             return
-        self._members[message.number] = _Started(message.number, process, endpoint)
+        self._ended.pop(plan.name, None)
+        self._members[message.number] = _Started(message.number, message.plan, process, self._post)
 
-    def _reap(self, endpoint: Endpoint) -> None:
+    def _reap(self) -> None:
         for number, member in list(self._members.items()):
-            code = member.process.poll()
-            if code is not None:
+            member.code = member.process.poll()
+            if member.code is not None:
                 member.process.close_lifeline()
                 member.forwarder.wait(LAST_OUTPUT_SECONDS)
                 del self._members[number]
-                endpoint.mention(MemberEnded(number, code))
+                if self._plan.stays:
+                    self._ended[member.process.name] = member
+                self._tell_end(member)
+
+    def _tell_end(self, member: _Started) -> None:
+        assert member.code is not None
+        self._post.say(wire.MemberEnded(member.number, member.code))
 
     def _end_all(self) -> None:
         for member in self._members.values():
@@ -233,8 +343,22 @@ class Agent:
             self._endpoint.close()
 
 
+def _attempt(file: JobFile, identity: tcp.Identity, answers: queue.SimpleQueue[Connection | Exception]) -> None:
+    try:
+        answers.put(tcp.connect_tcp(file.host, file.port, identity, ANSWER_SECONDS))
+    except Exception as error:
+        answers.put(error)
+
+
+def _raised(answer: Connection | Exception) -> Connection:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def main() -> int:
-    """An agent whose plan comes over its standard input, which stays open: it ends when that is closed."""
+    """An agent whose plan comes over its standard input, which stays open: it ends when that is closed. An agent that
+    stays leaves its starter once it has its plan."""
     from syncline.launch import lifeline
 
     data = b""
@@ -244,12 +368,32 @@ def main() -> int:
             return GONE
         data += chunk
     plan = msgspec.json.decode(data, type=AgentPlan)
-    lifeline.hold()
+    if plan.stays:
+        if os.fork():
+            os._exit(0)
+        _leave_the_starter(plan)
+    else:
+        lifeline.hold()
     try:
         return Agent(plan).run(configuration.resolve(plan.file.given).start_seconds)
     except SynclineError as error:
         sys.stderr.write(f"syncline: {plan.name} on {plan.host}: {error}\n")
         return GONE
+
+
+def _leave_the_starter(plan: AgentPlan) -> None:
+    """A session of its own, without the terminal, pipes and connection of the process that has started it."""
+    os.setsid()
+    log = os.devnull
+    if plan.log and os.path.isdir(os.path.dirname(plan.log)):
+        log = plan.log
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    for number, own in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(number, own)
+    for number in (null, out):
+        if number > 2:
+            os.close(number)
 
 
 if __name__ == "__main__":

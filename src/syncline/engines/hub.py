@@ -16,21 +16,14 @@ from typing import IO
 
 import msgspec
 
-from syncline.core.wire.agents import (
-    AgentAlive,
-    AgentJoin,
-    EndAgent,
-    MemberEnded,
-    MemberOutput,
-    SignalMember,
-    StartMember,
-    TellMember,
-)
+from syncline.core.wire import agents as wire
 from syncline.core.wire.message import Done, Message
-from syncline.engines.agent import LOST_SECONDS, InstalledVersions, versions_here
+from syncline.engines.agent import LOST_SECONDS
+from syncline.engines.awake import AwakeClock
 from syncline.errors import ConfigError, ProtocolError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan
+from syncline.launch.versions import InstalledVersions, differing, torch_told, versions_here
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Request, Stamp
 from syncline.net.transport import Buffer, Connection, Peer
@@ -38,6 +31,8 @@ from syncline.net.transport import Buffer, Connection, Peer
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
 _WAIT_SECONDS = 0.1
+#: Between two looks at agents: this process, or its host, had no processor time.
+STOOD_STILL_SECONDS = 2.0
 #: After so long of waiting for agents, a line says which are missing.
 PATIENT_SECONDS = 10.0
 
@@ -59,7 +54,7 @@ class AgentMember:
         return self._code
 
     def signal(self, number: int) -> None:
-        self._agent.endpoint.mention(SignalMember(self.number, int(number)))
+        self._agent.endpoint.mention(wire.SignalMember(self.number, int(number)))
 
     def stop(self, seconds: float) -> None:
         self.close_lifeline()
@@ -68,11 +63,11 @@ class AgentMember:
         self.output.close()
 
     def tell(self, word: bytes) -> None:
-        self._agent.endpoint.mention(TellMember(self.number, word))
+        self._agent.endpoint.mention(wire.TellMember(self.number, word))
 
     def close_lifeline(self) -> None:
         if self._code is None:
-            self._agent.endpoint.mention(TellMember(self.number, ends=True))
+            self._agent.endpoint.mention(wire.TellMember(self.number, ends=True))
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -111,8 +106,21 @@ class AgentHere:
 class Hub:
     """Accepts agents, and has them start members. A context: at its end all agents end."""
 
-    def __init__(self, file: JobFile, sock: socket.socket, say: Callable[[str], None]) -> None:
-        self._file, self._say = file, say
+    def __init__(
+        self,
+        file: JobFile,
+        sock: socket.socket,
+        say: Callable[[str], None],
+        *,
+        takes_over: bool = False,
+        stop: Callable[[bool], None] | None = None,
+    ) -> None:
+        """`takes_over`: agents may bring members that an earlier launcher had them start. `stop`: ends the job, for
+        somebody who has the token; at once, if so told.
+        """
+        self._file, self._say, self._stop = file, say, stop
+        self._takes_over = takes_over
+        self._found: list[tuple[MemberPlan, AgentMember, AgentHere, bool]] = []  # that agents brought; whether ended
         self._lock = threading.Condition()
         self._agents: dict[int, AgentHere] = {}  # by their numbers
         self._by_endpoint: dict[Endpoint, AgentHere] = {}
@@ -137,7 +145,7 @@ class Hub:
             self._closed = True
             agents = list(self._agents.values())
         for agent in agents:
-            agent.endpoint.mention(EndAgent(code))
+            agent.endpoint.mention(wire.EndAgent(code))
         self._listener.close()
         for agent in agents:
             agent.endpoint.close()
@@ -146,12 +154,12 @@ class Hub:
 
     def gather(self, expected: Mapping[str, int], seconds: float) -> None:
         """Waits for so many agents of each host."""
-        begun, said = time.monotonic(), False
+        clock, said = AwakeClock(), False
         with self._lock:
             while missing := self._missing(expected):
                 if self._trouble:
                     raise ConfigError(self._trouble)
-                waited = time.monotonic() - begun
+                waited = clock.seconds()
                 if waited > seconds:
                     raise ConfigError(
                         f"agents did not come within {seconds:g} s: {missing}; look at their output, and whether "
@@ -184,41 +192,78 @@ class Hub:
 
     def handle(self, request: Request) -> None:
         message = request.message
-        if isinstance(message, AgentJoin):
+        if isinstance(message, wire.AgentJoin):
             self._join(request, message)
+            return
+        if isinstance(message, wire.StopJob):
+            if self._stop is None:
+                raise ConfigError("this job is not detached; Ctrl-C in its terminal ends it")
+            self._stop(message.at_once)
+            request.reply(Done())
             return
         agent = self._by_endpoint.get(request.endpoint)
         if agent is None:
             raise ProtocolError(f"{request.peer} speaks before it has joined")
         agent.heard_at = time.monotonic()
-        if isinstance(message, AgentAlive):
+        if isinstance(message, wire.AgentAlive):
             return
-        if isinstance(message, MemberOutput) and (member := agent.members.get(message.number)):
+        if isinstance(message, wire.MemberOutput) and (member := agent.members.get(message.number)):
             agent.is_busy = True
             member.wrote(message.data)
             agent.heard_at, agent.is_busy = time.monotonic(), False
-        elif isinstance(message, MemberEnded) and (member := agent.members.pop(message.number, None)):
+        elif isinstance(message, wire.MemberEnded) and (member := agent.members.pop(message.number, None)):
             told = f"cannot be started on {agent.host}: {message.trouble}" if message.trouble else ""
             member.end(message.code, told)
 
-    def _join(self, request: Request, message: AgentJoin) -> None:
+    def _join(self, request: Request, message: wire.AgentJoin) -> None:
         there, here = InstalledVersions(message.python, message.syncline, message.torch), versions_here()
         if trouble := differing(there, here, message.host):
             with self._lock:
                 self._trouble = self._trouble or trouble
                 self._lock.notify_all()
             raise ConfigError(trouble)
-        if there.torch != here.torch:
-            self._say(
-                f"host {message.host} has torch {there.torch or 'not installed'}, this host {here.torch or 'not'}"
-            )
+        if told := torch_told(there, here, message.host):
+            self._say(told)
         agent = AgentHere(request.endpoint, message.host, message.number)
         with self._lock:
             if self._closed or message.number in self._agents:
                 raise ConfigError(f"agent-{message.number} is there already, or the job is over")
             self._agents[message.number] = self._by_endpoint[request.endpoint] = agent
+            self._hold(agent, message.members)
             self._lock.notify_all()
         request.reply(Done())
+
+    def _hold(self, agent: AgentHere, held: Sequence[wire.HeldMember]) -> None:
+        """Members that this agent had before it came. Unless this launcher takes over, it has replaced them."""
+        for one in held:
+            self._num_members = max(self._num_members, one.number)
+            if not self._takes_over:
+                agent.endpoint.mention(wire.SignalMember(one.number, int(signal.SIGKILL)))
+                continue
+            plan = msgspec.json.decode(one.plan, type=MemberPlan)
+            member = agent.members[one.number] = AgentMember(plan, one.number, agent)
+            self._found.append((plan, member, agent, one.has_ended))
+
+    def take_over(self) -> list[tuple[MemberPlan, AgentMember]]:
+        """The members of an earlier launcher: of each name its newest life, as far as agents know. Agents that come
+        later bring none."""
+        with self._lock:
+            found, self._found, self._takes_over = self._found, [], False
+        newest: dict[str, tuple[MemberPlan, AgentMember, AgentHere]] = {}
+        for plan, member, agent, _ in sorted(found, key=lambda one: not one[3]):
+            if plan.name in newest:  # it has ended, or another life has taken its place
+                _, older, its_agent = newest[plan.name]
+                its_agent.members.pop(older.number, None)
+                older.signal(signal.SIGKILL)
+                older.end(-signal.SIGKILL)
+            newest[plan.name] = (plan, member, agent)
+        return [(plan, member) for plan, member, _ in newest.values()]
+
+    def fail(self, trouble: str) -> None:
+        """An agent that is waited for does not come, and this is why."""
+        with self._lock:
+            self._trouble = self._trouble or trouble
+            self._lock.notify_all()
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
         with self._lock:
@@ -240,8 +285,13 @@ class Hub:
 
     def _watch(self) -> None:
         """An agent that says nothing is lost, with its host or the way there; its connection may not show it."""
+        before = time.monotonic()
         while not self._closed:
             now = time.monotonic()
+            if now - before > STOOD_STILL_SECONDS:  # this host has stood still, and heard nobody
+                for agent in list(self._agents.values()):
+                    agent.heard_at += now - before
+            before = now
             for agent in list(self._agents.values()):
                 if now - agent.heard_at > LOST_SECONDS and not agent.is_busy:
                     agent.endpoint.close(f"no sign of life for {LOST_SECONDS:g} s")
@@ -259,7 +309,7 @@ class Hub:
             self._num_members += 1
             member = AgentMember(plan, self._num_members, agent)
             agent.members[member.number] = member
-        agent.endpoint.mention(StartMember(member.number, msgspec.json.encode(plan)))
+        agent.endpoint.mention(wire.StartMember(member.number, msgspec.json.encode(plan)))
         return member
 
     def counts(self, host: str, role: str) -> list[int]:
@@ -271,13 +321,3 @@ class Hub:
         """The hosts of members that agents run."""
         with self._lock:
             return {one.name: agent.host for agent in self._agents.values() for one in agent.members.values()}
-
-
-def differing(there: InstalledVersions, here: InstalledVersions, host: str) -> str:
-    """What has to be the same on all hosts and is not, in words."""
-    if there.syncline != here.syncline:
-        return f"host {host} has syncline {there.syncline}, this host {here.syncline}: install one version"
-    ours, theirs = (version.rpartition(".")[0] for version in (here.python, there.python))
-    if ours != theirs:
-        return f"host {host} has Python {there.python}, this host {here.python}: use one version on all hosts"
-    return ""

@@ -18,6 +18,8 @@ from syncline.store.series import SERIES
 JOB_FILE = "job.json"
 JOURNAL = "journal.db"
 LOCK = "lock"
+#: Of a detached job: what its next launcher needs to know; its exit code, at the end.
+DETACHED, EXIT_CODE = "detached.json", "exit-code"
 
 
 @contextlib.contextmanager
@@ -30,9 +32,9 @@ def hold(config: JobConfig, *, keeps: bool = False) -> Iterator[pathlib.Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from None
-    with _locked(folder, config.name):
+    with locked(folder, config.name):
         if not keeps:
-            _clear(folder)
+            clear(folder)
         yield folder
 
 
@@ -57,10 +59,14 @@ def _unusable(folder: pathlib.Path, error: OSError) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
+def locked(folder: pathlib.Path, name: str, inherited: int | None = None) -> Iterator[int]:
+    """Holds the lock of a job's folder; its descriptor. Processes that inherit this hold the lock too.
+
+    `inherited`: such a descriptor, of a process that held the lock before.
+    """
     path = folder / LOCK
     try:
-        descriptor = _lock(path)
+        descriptor = inherited if inherited is not None else _lock(path)
     except OSError as error:
         raise _unusable(folder, error) from None
     if descriptor is None:
@@ -71,7 +77,7 @@ def _locked(folder: pathlib.Path, name: str) -> Iterator[None]:
     try:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
+        yield descriptor
     finally:
         path.unlink(missing_ok=True)  # while it is still ours
         os.close(descriptor)
@@ -113,9 +119,14 @@ def holder_of(folder: pathlib.Path) -> int:
     return 0
 
 
-def _clear(folder: pathlib.Path) -> None:
+def clear(folder: pathlib.Path) -> None:
+    """Removes what an earlier job of this name has left."""
+    patterns = (
+        "*.log", "fault-*", f"{JOURNAL}*", JOB_FILE, f"{SERIES}*", "metrics*.jsonl", "events*.jsonl", DETACHED,
+        EXIT_CODE,
+    )  # fmt: skip
     try:
-        for pattern in ("*.log", "fault-*", f"{JOURNAL}*", JOB_FILE, f"{SERIES}*", "metrics*.jsonl", "events*.jsonl"):
+        for pattern in patterns:
             for old in folder.glob(pattern):
                 old.unlink()
     except OSError as error:
@@ -156,6 +167,8 @@ def find_job(job: str, runs: pathlib.Path) -> JobFile:
     if "/" not in job and (folder / JOB_FILE).is_file():
         if holder_of(folder):
             return jobfile.read(folder / JOB_FILE)
+        if (folder / DETACHED).exists():
+            raise ConfigError(f"the job {job} has lost its launcher; syncline attach {job} starts another one")
         raise ConfigError(f"the job {job} does not run any more: its launcher was killed; {_others(runs)}")
     if path.is_file():
         return jobfile.read(path)

@@ -38,8 +38,8 @@ def new(host: str, port: int, given: dict[str, Any]) -> JobFile:
     return JobFile(job=secrets.token_hex(8), token=secrets.token_hex(32), host=host, port=port, given=given)
 
 
-def write(path: pathlib.Path, file: JobFile) -> None:
-    """Writes the file atomically, readable by its owner only."""
+def write(path: pathlib.Path, file: msgspec.Struct) -> None:
+    """Writes a file with a token atomically, readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         # O_EXCL: refuses an existing file or link of that name.
@@ -53,6 +53,11 @@ def write(path: pathlib.Path, file: JobFile) -> None:
 
 def read(path: pathlib.Path) -> JobFile:
     """Reads a job file; refuses an invalid one, or one that others can read."""
+    return parse(read_own(path), str(path))
+
+
+def read_own(path: pathlib.Path) -> bytes:
+    """The text of a file with a token; refuses one that others can read or write."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -64,7 +69,7 @@ def read(path: pathlib.Path) -> JobFile:
         raise ConfigError(f"the job file {path} belongs to another user (id {status.st_uid})")
     if mode & 0o077:
         raise ConfigError(f"the job file {path} can be read by others (mode {mode:o}); run chmod 600 {path}")
-    return parse(data, str(path))
+    return data
 
 
 def parse(data: bytes, source: str) -> JobFile:

@@ -21,7 +21,7 @@ from syncline.launch.engine import Engine
 from syncline.launch.folder import JOURNAL
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.lives import Life, Lives, Screen
-from syncline.launch.processes import MemberPlan, exit_code
+from syncline.launch.processes import MemberPlan, MemberProcess, exit_code
 from syncline.launch.restarts import EVICTED, Restarts, is_of_the_script, why_not_again
 from syncline.launch.summary import finished, lines
 from syncline.launch.tally import Tally
@@ -65,15 +65,21 @@ class Launcher:
         max_restarts: int = 3,
         fork_server: ForkServer | None = None,
         save: Callable[[str], Saved] | None = None,
+        found: Sequence[tuple[MemberPlan, MemberProcess]] | None = None,
+        seconds_before: float = 0.0,
     ) -> None:
-        """`save`: has the job saved, where it knows where to."""
+        """`save`: has the job saved, where it knows where to. `found`: members that an earlier launcher of this job
+        has started; this one takes over, `seconds_before` after that one began.
+        """
         self._plans, self._screen, self._watching, self._folder = plans, screen, watching, folder
+        self._found = found
+        self._unfound: dict[str, MemberPlan] = {}  # members that it may have started, and that have not been found
         self._grow, self._save, self._may_restart = grow, save, max_restarts > 0
         self._fork_server = fork_server
         self._lives = Lives(screen, folder, engine, self._unread)
         self._restarts = Restarts(max_restarts)
         self._due: dict[str, tuple[float, MemberPlan, str]] = {}  # to be started again: when, what, why
-        self._tally = Tally(time.monotonic())
+        self._tally = Tally(time.monotonic() - seconds_before)
         self._unsaid: dict[str, str] = {}  # likewise, what is said of it then, and not before
         self._workers = {plan.name for plan in plans if plan.role == "worker"}  # that we have started
         self._finished: set[str] = set()  # ended well
@@ -97,9 +103,10 @@ class Launcher:
         with self._signals():
             self._watching.start()
             try:
-                for plan in self._plans:
-                    if self._signal is None:
-                        self._lives.begin(plan)
+                if self._found is None:
+                    self._begin_all()
+                else:
+                    self._take_over(self._found)
                 self._watch()
             finally:
                 self._stop_all()
@@ -107,6 +114,36 @@ class Launcher:
 
     def _say(self, text: str) -> None:
         self._screen.line("launcher", f"syncline: {text}")
+
+    def _begin_all(self) -> None:
+        for plan in self._plans:
+            if self._signal is None:
+                self._lives.begin(plan)
+
+    def _take_over(self, found: Sequence[tuple[MemberPlan, MemberProcess]]) -> None:
+        """Those that have ended meanwhile are deaths, or good ends, like any other."""
+        for plan, process in found:
+            self._lives.adopt(plan, process)
+        names = {plan.name for plan, _ in found}
+        self._unfound = {plan.name: plan for plan in self._plans if plan.name not in names}
+        if "coordinator" in self._unfound:
+            self._see_unfound("coordinator")
+        names |= {plan.name for plan in self._plans}
+        self._workers = {name for name in names if name.startswith("worker-")}
+        self._wanted = {role: sum(name.startswith(f"{role}-") for name in names) for role in ("worker", "server")}
+        self._look_now()  # who counts, and since when
+
+    def _see_unfound(self, name: str) -> None:
+        """This member was lost with its host, or never started."""
+        plan, reason = self._unfound.pop(name), "was lost while there was no launcher"
+        if not self._may_restart:
+            self._fail(name, reason, 1)
+            return
+        self._say(f"{name} {reason}; starts again at once")
+        self._tally.died(name, reason, time.monotonic(), comes_back=True)
+        self._due[name] = (time.monotonic(), plan, reason)
+        if name != "coordinator":
+            self._watching.tell(Died(name, reason))
 
     # -- while it runs ------------------------------------------------------------------------------------
 
@@ -123,6 +160,14 @@ class Launcher:
 
     def _learn(self, standings: Standings) -> None:
         """What the coordinator says: who lives, who was of use, how many there are to be, how it ended."""
+        if self._found is not None and self._standings is None:
+            self._num_scalings = standings.num_scalings
+            for name in list(self._unfound):
+                if name in standings.left:
+                    self._unfound.pop(name)
+                    self._finished.add(name)
+                else:
+                    self._see_unfound(name)
         self._standings = standings
         self._tally.see(standings, time.monotonic())
         self._screen.progress(standings)

@@ -100,7 +100,10 @@ class Lives:
         """Starts a member; the reason of a restart, `why`, goes to its log."""
         if why:
             self._keep(plan.name, f"--- {plan.name} starts again: {why} ---\n".encode())
-        process = self._engine.start(plan)
+        return self.adopt(plan, self._engine.start(plan))
+
+    def adopt(self, plan: MemberPlan, process: MemberProcess) -> Life:
+        """A member that runs already, or has ended and nothing was done about it yet."""
         if process.host != plan.host:
             plan = msgspec.structs.replace(plan, host=process.host)
         forwarder = Forwarder(plan.name, process.output, functools.partial(self._forward, plan.name))

@@ -137,11 +137,15 @@ class LocalProcess:
 
 def command_for(plan: MemberPlan, remote: str) -> list[str]:
     """The command line that starts a member; nothing secret is on it."""
-    command = [sys.executable, "-m", "syncline.launch.member", plan.name]
-    if not remote or plan.host in LOCAL_HOSTS:
+    return command_on(plan.host, remote, [sys.executable, "-m", "syncline.launch.member", plan.name])
+
+
+def command_on(host: str, remote: str, command: list[str]) -> list[str]:
+    """The command line that starts this command on a host: behind the prefix, unless it is this host."""
+    if not remote or host in LOCAL_HOSTS:
         return command
     try:
-        prefix = [word.format(host=plan.host) for word in shlex.split(remote)]
+        prefix = [word.format(host=host) for word in shlex.split(remote)]
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f'--remote {remote!r}: {error}; e.g. "ssh {{host}}"') from None
     # ssh gives its words to a shell on the other side; other prefixes start the command as it is.

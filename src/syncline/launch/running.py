@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -154,30 +155,68 @@ def run_job(
         page = page_socket(config)
         if page is not None:
             stack.enter_context(page)
-        code = serving.new_code() if page is not None else ""
-        plans = Plans(file, config, script, sock.fileno(), engine, page.fileno() if page is not None else None, code)
         if fork_server is not None:
             stack.callback(fork_server.close)
-        first = plans.first()
-        if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
-            fork_server.start()
+        premises = Premises(config, script, folder, file, sock, page)
+        return launch(premises, screen, engine, fork_server)
+
+
+@dataclasses.dataclass(frozen=True)
+class Premises:
+    """What a job has before any of its members."""
+
+    config: JobConfig
+    script: Script
+    folder: pathlib.Path  #: its own, under runs/
+    file: jobfile.JobFile
+    sock: socket.socket  #: of the coordinator
+    page: socket.socket | None  #: of the web page
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMembers:
+    """What an earlier launcher of this job has left."""
+
+    members: Sequence[tuple[MemberPlan, MemberProcess]]
+    seconds: float  #: since that one began
+
+
+def launch(
+    premises: Premises,
+    screen: Screen,
+    engine: Engine,
+    fork_server: ForkServer | None = None,
+    found: FoundMembers | None = None,
+) -> int:
+    """Runs a job whose sockets and folder are there to its end; the exit code. `found`: takes over its members."""
+    config, script, folder, file = premises.config, premises.script, premises.folder, premises.file
+    page = premises.page
+    code = serving.new_code() if page is not None else ""
+    page_fd = page.fileno() if page is not None else None
+    plans = Plans(file, config, script, premises.sock.fileno(), engine, page_fd, code)
+    first = plans.first()
+    if fork_server is not None and any(plan.loads_torch and plan.host in LOCAL_HOSTS for plan in first):
+        fork_server.start()
+    if found is None:
         for told in opening(config, script, folder, engine):
             screen.line("launcher", f"syncline: {told}")
         if page is not None:
             screen.line("launcher", f"syncline: the page: {serving.link_of(page, code)}")
-        launcher = Launcher(
-            first,
-            screen,
-            Watching(file),
-            folder=folder,
-            grow=plans.another,
-            engine=engine,
-            max_restarts=config.max_restarts,
-            fork_server=fork_server,
-            save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
-        )
-        with found_by_others(folder, file):
-            return launcher.run()
+    launcher = Launcher(
+        first,
+        screen,
+        Watching(file),
+        folder=folder,
+        grow=plans.another,
+        engine=engine,
+        max_restarts=config.max_restarts,
+        fork_server=fork_server,
+        save=functools.partial(ask_to_save, file, config.save_seconds) if config.checkpoint else None,
+        found=found.members if found is not None else None,
+        seconds_before=found.seconds if found is not None else 0.0,
+    )
+    with found_by_others(folder, file):
+        return launcher.run()
 
 
 def engine_of(config: JobConfig, fork_server: ForkServer | None) -> Engine:

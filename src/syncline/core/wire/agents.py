@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from syncline.core.wire.message import Message
+
+
+class HeldMember(msgspec.Struct, frozen=True, array_like=True):
+    """A member that an agent has started for an earlier launcher of its job; it may have ended since."""
+
+    number: int
+    plan: bytes  # JSON of a MemberPlan
+    has_ended: bool = False
 
 
 class AgentJoin(Message, frozen=True):
@@ -13,6 +23,7 @@ class AgentJoin(Message, frozen=True):
     python: str  # versions, which all hosts of a job have in common
     syncline: str
     torch: str  # empty: not installed
+    members: list[HeldMember] = []
 
 
 class AgentAlive(Message, frozen=True):
@@ -60,3 +71,9 @@ class EndAgent(Message, frozen=True):
     """To an agent: the job is over; the agent ends with this exit code."""
 
     code: int
+
+
+class StopJob(Message, frozen=True):
+    """To the launcher of a detached job: the job ends. `at_once`: without a save."""
+
+    at_once: bool = False

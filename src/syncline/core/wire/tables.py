@@ -6,16 +6,7 @@ A frame holds one message; its number is its index in `MESSAGES`.
 from __future__ import annotations
 
 from syncline.core.metrics import Metrics, Steer
-from syncline.core.wire.agents import (
-    AgentAlive,
-    AgentJoin,
-    EndAgent,
-    MemberEnded,
-    MemberOutput,
-    SignalMember,
-    StartMember,
-    TellMember,
-)
+from syncline.core.wire import agents
 from syncline.core.wire.checkpoints import (
     AskResume,
     CloseSnapshotBarrier,
@@ -186,7 +177,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
     AskLife, GivenLife, NoteScript, AskNominal, GivenNominal, AttachDevice, AttachedDevice,
     DetachDevice, AskPage, GivenPage,
-    AgentJoin, AgentAlive, StartMember, TellMember, SignalMember, MemberOutput, MemberEnded, EndAgent,
+    agents.AgentJoin, agents.AgentAlive, agents.StartMember, agents.TellMember, agents.SignalMember,
+    agents.MemberOutput, agents.MemberEnded, agents.EndAgent, agents.StopJob,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -211,7 +203,8 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, StartMember, TellMember, SignalMember, EndAgent,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, agents.StartMember, agents.TellMember,
+        agents.SignalMember, agents.EndAgent, agents.StopJob,
     }),
-    "agent": frozenset({AgentJoin, AgentAlive, MemberOutput, MemberEnded}),
+    "agent": frozenset({agents.AgentJoin, agents.AgentAlive, agents.MemberOutput, agents.MemberEnded}),
 }  # fmt: skip
