@@ -171,6 +171,9 @@ class Agent:
 
     # -- the connection -----------------------------------------------------------------------------------
 
+    def _has_to_end(self) -> bool:
+        return self._is_told_to_end  # set in another thread
+
     def _connect(self, seconds: float, *, again: bool = False) -> Endpoint | None:
         """`again`: there was a launcher, and its members are looked after meanwhile."""
         plan, clock = self._plan, AwakeClock()
@@ -179,7 +182,7 @@ class Agent:
             answers: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
             threading.Thread(target=_attempt, args=(plan.file, identity, answers), daemon=True).start()
             answer: Connection | Exception | None = None
-            while answer is None and not self._is_told_to_end:
+            while answer is None and not self._has_to_end():
                 with contextlib.suppress(queue.Empty):
                     answer = answers.get(timeout=POLL_SECONDS)
                 waited = clock.seconds()
