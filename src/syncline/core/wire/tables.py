@@ -6,7 +6,17 @@ A frame holds one message; its number is its index in `MESSAGES`.
 from __future__ import annotations
 
 from syncline.core.metrics import Metrics, Steer
-from syncline.core.wire import agents
+from syncline.core.wire.agents import (
+    AgentAlive,
+    AgentJoin,
+    EndAgent,
+    MemberEnded,
+    MemberOutput,
+    SignalMember,
+    StartMember,
+    StopJob,
+    TellMember,
+)
 from syncline.core.wire.checkpoints import (
     AskResume,
     CloseSnapshotBarrier,
@@ -177,8 +187,8 @@ MESSAGES: tuple[type[Message], ...] = (
     Vote, GroupStoreKey, ShareSums, HostSum, WholeSum,
     AskLife, GivenLife, NoteScript, AskNominal, GivenNominal, AttachDevice, AttachedDevice,
     DetachDevice, AskPage, GivenPage,
-    agents.AgentJoin, agents.AgentAlive, agents.StartMember, agents.TellMember, agents.SignalMember,
-    agents.MemberOutput, agents.MemberEnded, agents.EndAgent, agents.StopJob,
+    AgentJoin, AgentAlive, StartMember, TellMember, SignalMember,
+    MemberOutput, MemberEnded, EndAgent, StopJob,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -203,8 +213,8 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, agents.StartMember, agents.TellMember,
-        agents.SignalMember, agents.EndAgent, agents.StopJob,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, StartMember, TellMember,
+        SignalMember, EndAgent, StopJob,
     }),
-    "agent": frozenset({agents.AgentJoin, agents.AgentAlive, agents.MemberOutput, agents.MemberEnded}),
+    "agent": frozenset({AgentJoin, AgentAlive, MemberOutput, MemberEnded}),
 }  # fmt: skip
