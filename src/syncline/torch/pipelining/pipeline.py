@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,6 +60,7 @@ class Pipeline(torch.nn.Module):
         self._given_stages = tuple(stages or ())
         self._loss_fn, self._has_checked_loss, self._has_stepped = loss_fn, False, False
         self._cut_before = tuple(cut_before)
+        self._after_step: list[Callable[[], None]] = []
         self._leader: StageLeader | None = None
         self._scheduler: StageScheduler | None = None
         place = stage_job()
@@ -117,8 +118,16 @@ class Pipeline(torch.nn.Module):
         if self._leader is not None:
             assert self._scheduler is not None
             self._scheduler.look(inputs, target, count)
-            return torch.tensor(self._leader.step(inputs, target, count, scale))
-        return self._step_alone(inputs, target, count, scale)
+            loss = torch.tensor(self._leader.step(inputs, target, count, scale))
+        else:
+            loss = self._step_alone(inputs, target, count, scale)
+        for action in self._after_step:
+            action()
+        return loss
+
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Calls this whenever the gradients of a step are complete."""
+        self._after_step.append(action)
 
     def _count(self, num_samples: int) -> int:
         """The number of micro-batches of a batch. Only later ones may be too short for the number that was set."""
