@@ -54,10 +54,13 @@ def serve(control: socket.socket) -> NoReturn:
             data = b""
         if not data:
             os._exit(0)
+        request = msgspec.json.decode(data, type=forked.Request)
+        if "--stages" in request.words:  # once for all pipelines
+            importlib.import_module("torch.distributed.pipelining")
         pid = fork_twice()
         if pid == 0:
             control.close()
-            _become(msgspec.json.decode(data, type=forked.Request), fds)
+            _become(request, fds)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):

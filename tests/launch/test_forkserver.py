@@ -23,14 +23,15 @@ from syncline.launch.running import Script, mentions_torch
 
 SAYS = """
 import sys
-has_torch = "torch" in sys.modules
+has_torch, has_more = "torch" in sys.modules, "colorsys" in sys.modules
 import json, os, random
 import numpy, torch
 if sys.argv[1:] == ["one thread"]:
     os.environ["OMP_NUM_THREADS"] = "1"
 words = open("/proc/self/cmdline").read().rstrip("\\0").split("\\0")
 said = {
-    "has_torch": has_torch, "parent": os.getppid(), "group": os.getpgrp(), "pid": os.getpid(), "words": words[-3:],
+    "has_torch": has_torch, "has_more": has_more, "parent": os.getppid(), "group": os.getpgrp(), "pid": os.getpid(),
+    "words": words[-3:],
     "arguments": sys.argv, "main": __name__, "threads": torch.get_num_threads(),
     "numbers": [random.random(), numpy.random.rand(), torch.initial_seed(), float(torch.rand(()))],
     "fault": os.environ.get("SYNCLINE_FAULT"), "folder": os.getcwd(), "sum": float(torch.ones(1 << 20).sum()),
@@ -43,7 +44,7 @@ sys.exit(7)
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[ForkServer]:
-    made = ForkServer()
+    made = ForkServer(also=["colorsys"])
     made.start()
     yield made
     made.close()
@@ -77,11 +78,11 @@ def test_it_is_as_if_a_new_interpreter_had_started_it(fork_server: ForkServer, t
     forked = start_member(plan(tmp_path, SAYS, arguments=["a b"]), "", fork_server)
     plain = start_member(plan(tmp_path, SAYS, arguments=["a b"]))
     mine, others = said_by(forked), said_by(plain)
-    assert (mine["has_torch"], others["has_torch"]) == (True, False)
+    assert (mine["has_torch"], others["has_torch"]) == (mine["has_more"], others["has_more"]) == (True, False)
     assert mine["parent"] == os.getpid() and mine["group"] == mine["pid"] == forked.pid
     assert mine["words"] == ["-m", "syncline.launch.member", "worker-1"]
     differ = {key for key in mine if mine[key] != others[key]}
-    assert differ == {"has_torch", "group", "pid", "numbers"}, (mine, others)
+    assert differ == {"has_torch", "has_more", "group", "pid", "numbers"}, (mine, others)
 
 
 def test_no_two_of_them_draw_the_same_numbers(fork_server: ForkServer, tmp_path: pathlib.Path) -> None:

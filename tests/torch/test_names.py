@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from syncline.testing import local_job
-from syncline.torch import DistributedOptimizer
+from syncline.torch import DistributedOptimizer, Pipeline
 from syncline.worker.job import Job
 
 torch.manual_seed(0)
@@ -53,6 +53,26 @@ def test_clipping_by_hand_is_told_once_in_sync_with_several_workers() -> None:
 
     for clips, workers, expected in ((True, 2, [1, 0]), (False, 2, [0, 0]), (True, 1, [0])):
         with local_job(workers=workers) as jobs:
+            assert jobs.run(partial(train, clips=clips)) == expected
+
+
+def test_what_a_pipeline_adds_to_gradients_is_no_edit_of_the_script() -> None:
+    """Gradients of tied weights are added up after the backward of this process. Clipping is told of as ever."""
+
+    def train(job: Job, clips: bool) -> int:
+        pipe = Pipeline(copy.deepcopy(torch.nn.Sequential(LINEAR)), torch.nn.functional.mse_loss)
+        pipe.after_step(lambda: [p.grad.add_(1.0) for p in pipe.parameters() if p.grad is not None])
+        optimizer = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+        for _ in range(3):
+            optimizer.zero_grad()
+            pipe.step(BATCH, torch.zeros(8, 3))
+            if clips:
+                torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.01)
+            optimizer.step()
+        return sum("gradients were edited" in text for text in job.debug_state().notices)
+
+    for clips, expected in ((False, [0, 0]), (True, [1, 0])):
+        with local_job(workers=2) as jobs:
             assert jobs.run(partial(train, clips=clips)) == expected
 
 

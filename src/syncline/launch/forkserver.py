@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 import msgspec
@@ -89,9 +89,9 @@ class ForkedProcess:
 class ForkServer:
     """The launcher's side. `fork()` returns None wherever a member has to be started in the plain way."""
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """`say`: is told when members start in the plain way from now on, and why."""
-        self._say, self._is_interrupted = say, False
+    def __init__(self, say: Callable[[str], None] = lambda text: None, also: Sequence[str] = ()) -> None:
+        """`say`: is told when members start in the plain way from now on, and why. `also`: more modules to load."""
+        self._say, self._also, self._is_interrupted = say, tuple(also), False
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -100,7 +100,8 @@ class ForkServer:
         if sys.platform != "linux" or self._process is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "syncline.launch.preloaded", str(theirs.fileno()), "-" * TITLE_BYTES]
+        words = [str(theirs.fileno()), "-" * TITLE_BYTES, *self._also]
+        command = [sys.executable, "-m", "syncline.launch.preloaded", *words]
         with theirs:
             try:
                 self._process = subprocess.Popen(

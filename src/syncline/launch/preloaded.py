@@ -29,7 +29,7 @@ def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     gc.disable()  # much is made and nothing is thrown away
-    for name in _MODULES:
+    for name in (*_MODULES, *sys.argv[3:]):
         importlib.import_module(name)
     gc.enable()
     gc.freeze()

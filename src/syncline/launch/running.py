@@ -147,7 +147,9 @@ def run_job(
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
         fork_server = (
-            ForkServer(lambda text: screen.line("launcher", f"syncline: {text}")) if config.preload else None
+            ForkServer(lambda text: screen.line("launcher", f"syncline: {text}"), also=also_loaded(config))
+            if config.preload
+            else None
         )
         engine = (make_engine or engine_of)(config, fork_server)
         if start is not None:
@@ -217,6 +219,11 @@ def launch(
     )
     with found_by_others(folder, file):
         return launcher.run()
+
+
+def also_loaded(config: JobConfig) -> tuple[str, ...]:
+    """Every process of a pipeline needs torch's schedules. They load the compiler: two seconds of processor time."""
+    return ("torch.distributed.pipelining",) if config.stages > 1 else ()
 
 
 def engine_of(config: JobConfig, fork_server: ForkServer | None) -> Engine:

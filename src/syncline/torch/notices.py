@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from syncline.torch.parameters import Tracked
+from syncline.torch.pipelining.pipeline import Pipeline
 from syncline.worker.job import Job
 
 
@@ -31,15 +32,19 @@ class Notices:
         if model is None:
             self._job.notice("buffers are not synchronised: give model= to DistributedOptimizer for that")
 
-    def watch(self, items: Sequence[Tracked]) -> None:
+    def watch(self, items: Sequence[Tracked], model: torch.nn.Module | None) -> None:
         """Watches one parameter to see whether gradients are edited between backward and step."""
         if self._watched is not None or not self._wants_clip_notice:
             return
-        for item in items:
-            if item.tensor.requires_grad and item.tensor.is_leaf:
-                self._watched = item.tensor
-                item.tensor.register_post_accumulate_grad_hook(self._remember)
-                return
+        found = next((item.tensor for item in items if item.tensor.requires_grad and item.tensor.is_leaf), None)
+        if found is None:
+            return
+        self._watched = found
+        if isinstance(model, Pipeline):
+            # Gradients of other stages, and of weights that are tied to them, come without a backward here.
+            model.after_step(lambda: self._remember(found))
+        else:
+            found.register_post_accumulate_grad_hook(self._remember)
 
     def _remember(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watch_options(segment, first)
         overlap = self._overlap and self._local is None
         self._gradients.append(Gradients(self._carrier(segment, items), segment, items, overlap))
-        self._notices.watch(items)
+        self._notices.watch(items, self._model)
 
     def _open_sides(self) -> tuple[Side, Side] | None:
         """Side streams from and to the one device with all parameters, if it has any."""

@@ -102,13 +102,18 @@ class StageProcesses:
     """The leader's stage processes, and a thread that watches them."""
 
     def __init__(
-        self, processes: Sequence[StageProcess], store_fd: int, say: Callable[[str], None], silent_seconds: float
+        self,
+        processes: Sequence[StageProcess],
+        store_fd: int,
+        say: Callable[[str], None],
+        silent_seconds: float,
+        start_seconds: float,
     ) -> None:
         """`store_fd`: memory in which the processes of this pipeline find each other. `silent_seconds`: without a
-        sign of life from a stage process, until it counts as dead.
+        sign of life from a stage process, until it counts as dead; `start_seconds`: likewise until `are_ready`.
         """
         self.processes, self.store_fd = list(processes), store_fd
-        self._say, self._silent_seconds = say, silent_seconds
+        self._say, self._silent_seconds, self._ready_seconds = say, max(start_seconds, silent_seconds), silent_seconds
         #: Set by the leader of the pipeline, read by other threads.
         self.stats: Callable[[], tuple[StageStats, ...]] = tuple
         self.is_computing: Callable[[], bool] = bool  #: the leader itself
@@ -116,6 +121,12 @@ class StageProcesses:
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         threading.Thread(target=self._watch, name="stages", daemon=True).start()
+
+    def are_ready(self) -> None:
+        """All have made their parts of the model. Before, a process that loads libraries may be silent for long."""
+        for process in self.processes:
+            process.heard = time.monotonic()
+        self._silent_seconds = self._ready_seconds
 
     @property
     def num_processes(self) -> int:
@@ -335,7 +346,7 @@ def fork_stages(config: JobConfig, say: Callable[[str], None]) -> StageProcesses
     for orders, pulse in pairs:
         orders[1].close()
         pulse[1].close()
-    return StageProcesses(processes, store_fd, say, config.longest_deadline_seconds)
+    return StageProcesses(processes, store_fd, say, config.longest_deadline_seconds, config.start_seconds)
 
 
 def _die_with_parent() -> None:

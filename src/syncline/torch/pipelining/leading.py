@@ -99,6 +99,7 @@ class StageLeader:
         self._share()
         self._engine.join(0, self._size, self._stages.store_fd, job.config.wait_seconds)
         self._stages.stats = self.stats
+        self._stages.are_ready()
 
     def _follow_cut(self) -> None:
         """What depends on where the model is cut."""

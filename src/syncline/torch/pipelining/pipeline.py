@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from syncline.stats import StageSpan, StageStats
 from syncline.torch.pipelining.cutting import Chain, Layers
 from syncline.torch.pipelining.deferred import forget, materialise
 from syncline.torch.pipelining.engine import LossFunction, check_mean, scaled_loss
+from syncline.torch.pipelining.lacking import naming_lack_of_memory
 from syncline.torch.pipelining.leading import StageLeader
 from syncline.torch.pipelining.plan_only import answer_if_asked
 from syncline.torch.pipelining.scheduling import StageScheduler
@@ -60,6 +62,7 @@ class Pipeline(torch.nn.Module):
         self._given_stages = tuple(stages or ())
         self._loss_fn, self._has_checked_loss, self._has_stepped = loss_fn, False, False
         self._cut_before = tuple(cut_before)
+        self._after_step: list[Callable[[], None]] = []
         self._leader: StageLeader | None = None
         self._scheduler: StageScheduler | None = None
         place = stage_job()
@@ -70,10 +73,12 @@ class Pipeline(torch.nn.Module):
         self._num_wanted = wanted_micro_batches(config)
         if self._job.stages is not None:
             layers = Layers(self.model, stages, example, cut_before)
-            self._leader = StageLeader(self._job, layers, loss_fn)
+            with self._naming_lack_of_memory():
+                self._leader = StageLeader(self._job, layers, loss_fn)
             self._scheduler = StageScheduler(self._job, layers, loss_fn, self._leader)
         else:
-            materialise([*self.model.parameters(), *self.model.buffers()])
+            with self._naming_lack_of_memory():
+                materialise([*self.model.parameters(), *self.model.buffers()])
             forget()
 
     # -- a module with the names of the whole model -------------------------------------------------------
@@ -100,7 +105,11 @@ class Pipeline(torch.nn.Module):
 
     def create_memory(self, num_bytes: int) -> Bytes:
         """Memory for parameters: zeros, which the stage processes see too."""
-        return self._leader.create_memory(num_bytes) if self._leader is not None else aligned_zeros(num_bytes)
+        with self._naming_lack_of_memory():
+            return self._leader.create_memory(num_bytes) if self._leader is not None else aligned_zeros(num_bytes)
+
+    def _naming_lack_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        return naming_lack_of_memory(self.model, self._job.config.stages)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -114,11 +123,20 @@ class Pipeline(torch.nn.Module):
         answer_if_asked(whole, self._loss_fn, inputs, target, cut_before=self._cut_before, stages=self._given_stages)
         count = self._count(inputs[0].shape[0])
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
-        if self._leader is not None:
-            assert self._scheduler is not None
-            self._scheduler.look(inputs, target, count)
-            return torch.tensor(self._leader.step(inputs, target, count, scale))
-        return self._step_alone(inputs, target, count, scale)
+        with self._naming_lack_of_memory():
+            if self._leader is not None:
+                assert self._scheduler is not None
+                self._scheduler.look(inputs, target, count)
+                loss = torch.tensor(self._leader.step(inputs, target, count, scale))
+            else:
+                loss = self._step_alone(inputs, target, count, scale)
+        for action in self._after_step:
+            action()
+        return loss
+
+    def after_step(self, action: Callable[[], None]) -> None:
+        """Calls this whenever the gradients of a step are complete."""
+        self._after_step.append(action)
 
     def _count(self, num_samples: int) -> int:
         """The number of micro-batches of a batch. Only later ones may be too short for the number that was set."""

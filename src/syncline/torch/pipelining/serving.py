@@ -16,6 +16,7 @@ from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import LossFunction, StageEngine, as_tuple, describe, empty, infer
 from syncline.torch.pipelining.holding import Tensors, UnwrittenBuffers, hollow, in_several, share_out
+from syncline.torch.pipelining.lacking import naming_lack_of_memory
 from syncline.torch.pipelining.orders import (
     Answer,
     Cut,
@@ -47,13 +48,15 @@ def serve(job: StageJob, find: Callable[[], Layers], loss_fn: LossFunction) -> N
     """
     try:
         cut, _ = job.place.channel.receive(Cut)
-        server = StageServer(job, find(), cut, loss_fn)
-        while True:
-            order, fds = job.place.channel.receive(Order)
-            answer = server.obey(order, fds)
-            if answer is not None:
-                job.place.channel.send(answer)
-                server.follow_up()
+        layers = find()
+        with naming_lack_of_memory(layers.model, job.place.num_processes):
+            server = StageServer(job, layers, cut, loss_fn)
+            while True:
+                order, fds = job.place.channel.receive(Order)
+                answer = server.obey(order, fds)
+                if answer is not None:
+                    job.place.channel.send(answer)
+                    server.follow_up()
     except ConnectionLost:
         os._exit(0)
     except Exception as error:
