@@ -20,6 +20,7 @@ from syncline.coordinator.restore import LostSlices, ResumeService
 from syncline.coordinator.saves import SaveService
 from syncline.coordinator.scaling import PaceService, ScaleService, WorkerSizing
 from syncline.coordinator.status import StatusService
+from syncline.coordinator.tracing import TraceService
 from syncline.coordinator.validation import BestCheckpoint, ValidationService
 from syncline.core.membership import Membership, Outcome
 from syncline.core.metrics import Metrics
@@ -49,6 +50,7 @@ from syncline.core.wire.control import (
 from syncline.core.wire.leases import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.wire.message import Message
 from syncline.core.wire.pace import Pace
+from syncline.core.wire.tracing import GiveSpans
 from syncline.core.wire.validation import AskReading, AskValidationShard, Attend, Begin, Come, LocalCandidate
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Endpoint, Request
@@ -146,6 +148,7 @@ class Coordinator:
             announcers,
             (self.stop_rules, self.barriers, self.leases, WorkerSizing(context, self.leases, self.scaling)),
         )
+        self.tracing = TraceService(context)
         self._handlers = self._all_handlers()
         self.joins.start_or_continue()
 
@@ -187,6 +190,7 @@ class Coordinator:
             Finish: self._script_has_ended,
             AskResume: self.resume.ask_resume,
             NoteScript: self.resume.note_script,
+            GiveSpans: self.tracing.take,
         }
 
     # -- what the endpoint calls --------------------------------------------------------------------------

@@ -102,6 +102,7 @@ from syncline.core.wire.leases import (
 )
 from syncline.core.wire.message import Done, Message, Refused
 from syncline.core.wire.pace import Pace
+from syncline.core.wire.tracing import GiveSpans, GotSpans
 from syncline.core.wire.traffic import (
     AskClip,
     AskHosted,
@@ -156,7 +157,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 16
+PROTOCOL = 17
 ROLES = ("coordinator", "server", "worker", "launcher", "agent")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -179,6 +180,7 @@ MESSAGES: tuple[type[Message], ...] = (
     DetachDevice, AskPage, GivenPage,
     agents.AgentJoin, agents.AgentAlive, agents.StartMember, agents.TellMember, agents.SignalMember,
     agents.MemberOutput, agents.MemberEnded, agents.EndAgent, agents.StopJob,
+    GiveSpans, GotSpans,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -189,12 +191,12 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AttachDevice, DetachDevice, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace,
         Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
         Save, AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
-        LocalCandidate, AskNominal,
+        LocalCandidate, AskNominal, GiveSpans,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Heartbeat, Retire, Leave, ShareRegion, Seed, Replicate, Vote, GroupStoreKey,
-        ShareSums, HostSum, WholeSum,
+        ShareSums, HostSum, WholeSum, GiveSpans,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
