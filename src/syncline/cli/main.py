@@ -31,6 +31,8 @@ COMMANDS = {
     "status": Command("Shows how a running job stands; without JOB, lists the jobs.", "status"),
     "ls": Command("Lists the jobs of this machine, those that run first.", "status"),
     "page": Command("Prints a link to a job's web page, or serves ended runs.", "page"),
+    "report": Command("Makes one HTML file of a run, to keep or to send.", "report"),
+    "compare": Command("Shows runs beside each other: settings, results, metrics.", "report"),
     "trace": Command("Makes a trace of a run's steps that Perfetto opens.", "trace"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
     "attach": Command("Shows what a detached job prints.", "attach"),
