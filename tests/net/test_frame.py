@@ -191,7 +191,7 @@ def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
         "GaveBack", "GivenLeaseAcks", "Saved", "WrittenScript", "SnapshotBarrierClosed", "WrittenMarked",
         "GivenResume", "Noted", "Begun",
         "GivenValidationShard", "GivenReading", "WrittenCandidate", "GivenLife", "GivenNominal", "AttachedDevice",
-            "GivenPage", "GotSpans"
+            "GivenPage", "GotSpans", "GivenLook",
     }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "report": Command("Makes one HTML file of a run, to keep or to send.", "report"),
     "compare": Command("Shows runs beside each other: settings, results, metrics.", "report"),
     "trace": Command("Makes a trace of a run's steps that Perfetto opens.", "trace"),
+    "top": Command("Shows a running job live in the terminal.", "top"),
     "why": Command("Says in one sentence who waits for whom.", "status"),
     "attach": Command("Shows what a detached job prints.", "attach"),
     "stop": Command("Ends a detached job.", "attach"),

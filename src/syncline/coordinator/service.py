@@ -27,6 +27,7 @@ from syncline.core.metrics import Metrics
 from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
 from syncline.core.wire.control import (
     AskLife,
+    AskLook,
     AskNominal,
     AskPage,
     AskRoster,
@@ -170,6 +171,7 @@ class Coordinator:
             Report: self.status.report,
             AskStats: self.status.ask_stats,
             AskWhy: self.status.ask_why,
+            AskLook: self.status.ask_look,
             AskPage: self.status.ask_page,
             AskStatus: self.status.ask_status,
             Watch: self.status.watch,

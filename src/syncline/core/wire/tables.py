@@ -44,6 +44,7 @@ from syncline.core.wire.collectives import (
 from syncline.core.wire.control import (
     AskCopies,
     AskLife,
+    AskLook,
     AskNominal,
     AskPage,
     AskRoster,
@@ -58,6 +59,7 @@ from syncline.core.wire.control import (
     GiveCopies,
     GivenCopies,
     GivenLife,
+    GivenLook,
     GivenNominal,
     GivenPage,
     GivenServerStats,
@@ -180,7 +182,7 @@ MESSAGES: tuple[type[Message], ...] = (
     DetachDevice, AskPage, GivenPage,
     agents.AgentJoin, agents.AgentAlive, agents.StartMember, agents.TellMember, agents.SignalMember,
     agents.MemberOutput, agents.MemberEnded, agents.EndAgent, agents.StopJob,
-    GiveSpans, GotSpans,
+    GiveSpans, GotSpans, AskLook, GivenLook,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -205,7 +207,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, agents.StartMember, agents.TellMember,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, AskLook, Pace, Save, agents.StartMember, agents.TellMember,
         agents.SignalMember, agents.EndAgent, agents.StopJob,
     }),
     "agent": frozenset({agents.AgentJoin, agents.AgentAlive, agents.MemberOutput, agents.MemberEnded}),
