@@ -36,6 +36,7 @@ LAUNCH_ONLY = frozenset(
         "bind",
         "page",
         "profile",
+        "trace",
         "runs",
         "server_device",
         "sums",
@@ -134,6 +135,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     preload: bool = True  #: members of this host are forked from one process that has loaded torch (Linux)
     env: str = ""  #: torchrun: also set RANK, WORLD_SIZE, … for scripts that read them
     profile: bool = False  #: at the end, show where the time of the steps went
+    trace: bool = False  #: keep when each phase of every step began and ended, for `syncline trace`
     runs: str = "runs"  #: folder that holds one folder per job
     slice_bytes: int = 4 << 20  #: about how large a slice is
     checkpoint: str = ""  #: folder (any fsspec path) for checkpoints; one that it holds is taken up

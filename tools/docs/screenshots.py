@@ -55,6 +55,10 @@ def main(folder: pathlib.Path) -> None:
         try:
             link = wait_for(log, r"the page: (http://\S+)")
             take(folder, link)
+            runs = pathlib.Path(place) / "runs"
+            script = pathlib.Path(__file__).with_name("top_picture.py")
+            words = [sys.executable, script, "lenet-demo", runs, folder / "top.png"]
+            subprocess.run([str(word) for word in words], check=True)
         finally:
             job.terminate()
             job.wait(SECONDS)

@@ -175,6 +175,9 @@ def _options(
     profile: Annotated[
         bool, typer.Option("--profile", help="At the end, show where the time of the steps went.")
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Keep when each phase of every step began and ended: see syncline trace.")
+    ] = False,
     runs: Annotated[str | None, typer.Option(metavar="DIR", help="Folder for jobs' folders. [default: runs]")] = None,
     start_seconds: Annotated[
         float | None, typer.Option(help="Deadline for all members to be there. [default: 120]")

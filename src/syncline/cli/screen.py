@@ -15,8 +15,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from syncline.cli.standing import duration, epoch_told
-from syncline.core.leasing.progress import shares
+from syncline.cli.standing import duration
+from syncline.core.leasing.progress import epoch_told, shares
 from syncline.core.metrics import told
 from syncline.core.pipelining.telling import stages_told
 from syncline.core.units import counted

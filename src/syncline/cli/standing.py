@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from syncline.core.leasing.progress import epoch_told
 from syncline.core.metrics import told
 from syncline.core.pipelining.telling import pipeline_lines
 from syncline.core.units import counted
@@ -115,19 +116,6 @@ def _wait(wait: Wait) -> str:
     who = wait.who or "the round"
     step = f" at step {wait.step}" if wait.step else ""
     return f"{who}{step} waits for {', '.join(wait.for_whom) or 'an answer'}: {wait.seconds:.1f} s ({wait.what})"
-
-
-def epoch_told(epoch: EpochProgress) -> str:
-    """epoch 2 (45 %); of shards of unknown length, epoch 2 (4,500 samples); 45 % of 1,000 steps."""
-    if epoch.is_steps:
-        return f"{_percent(epoch)} % of {epoch.num_samples:,} steps"
-    if not epoch.num_samples:
-        return f"epoch {epoch.epoch + 1} ({epoch.num_done:,} samples)"
-    return f"epoch {epoch.epoch + 1} ({_percent(epoch)} %)"
-
-
-def _percent(epoch: EpochProgress) -> int:
-    return 100 * (epoch.num_samples - epoch.num_left) // epoch.num_samples if epoch.num_samples else 100
 
 
 def _whole_epoch(epoch: EpochProgress) -> str:

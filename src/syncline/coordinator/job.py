@@ -26,7 +26,7 @@ from syncline.core.wire.control import CommittedSteps, Heartbeat, Report, Roster
 from syncline.core.wire.message import Message
 from syncline.errors import ConnectionLost, FencedError, StoreError
 from syncline.net.rpc import Call, Endpoint, Request
-from syncline.stats import JobVerdict, MemberStats
+from syncline.stats import JobLook, JobVerdict, MemberStats
 
 #: How many of the latest events `status` shows.
 MOST_EVENTS = 50
@@ -143,6 +143,7 @@ class JobContext:
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
         self.page_link: Callable[[], str] | None = None  # makes a link that opens the page once
+        self.latest_look: Callable[[], JobLook | None] = lambda: None  # of the recorder
         self.long_wait = ""  # of the recorder: who waits for whom, where it is long
         self.verdicts: tuple[JobVerdict, ...] = ()  # of the recorder
         self.member_stats: dict[str, MemberStats] = {}  # what each member told last

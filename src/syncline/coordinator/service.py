@@ -20,12 +20,14 @@ from syncline.coordinator.restore import LostSlices, ResumeService
 from syncline.coordinator.saves import SaveService
 from syncline.coordinator.scaling import PaceService, ScaleService, WorkerSizing
 from syncline.coordinator.status import StatusService
+from syncline.coordinator.tracing import TraceService
 from syncline.coordinator.validation import BestCheckpoint, ValidationService
 from syncline.core.membership import Membership, Outcome
 from syncline.core.metrics import Metrics
 from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
 from syncline.core.wire.control import (
     AskLife,
+    AskLook,
     AskNominal,
     AskPage,
     AskRoster,
@@ -49,6 +51,7 @@ from syncline.core.wire.control import (
 from syncline.core.wire.leases import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.wire.message import Message
 from syncline.core.wire.pace import Pace
+from syncline.core.wire.tracing import GiveSpans
 from syncline.core.wire.validation import AskReading, AskValidationShard, Attend, Begin, Come, LocalCandidate
 from syncline.errors import ProtocolError
 from syncline.net.rpc import Endpoint, Request
@@ -146,6 +149,7 @@ class Coordinator:
             announcers,
             (self.stop_rules, self.barriers, self.leases, WorkerSizing(context, self.leases, self.scaling)),
         )
+        self.tracing = TraceService(context)
         self._handlers = self._all_handlers()
         self.joins.start_or_continue()
 
@@ -167,6 +171,7 @@ class Coordinator:
             Report: self.status.report,
             AskStats: self.status.ask_stats,
             AskWhy: self.status.ask_why,
+            AskLook: self.status.ask_look,
             AskPage: self.status.ask_page,
             AskStatus: self.status.ask_status,
             Watch: self.status.watch,
@@ -187,6 +192,7 @@ class Coordinator:
             Finish: self._script_has_ended,
             AskResume: self.resume.ask_resume,
             NoteScript: self.resume.note_script,
+            GiveSpans: self.tracing.take,
         }
 
     # -- what the endpoint calls --------------------------------------------------------------------------

@@ -21,11 +21,13 @@ from syncline.core.pipelining.telling import pipeline_lines
 from syncline.core.ring import protection_of
 from syncline.core.units import pushed_told
 from syncline.core.wire.control import (
+    AskLook,
     AskPage,
     AskServerStats,
     AskStats,
     AskStatus,
     AskWhy,
+    GivenLook,
     GivenPage,
     GivenServerStats,
     GivenStats,
@@ -264,6 +266,10 @@ class StatusService:
             text = self._pace.add_to(text)
             found = list(self._job.verdicts)
         request.reply(GivenWhy(text, verdicts=found))
+
+    def ask_look(self, request: Request, message: AskLook) -> None:
+        """Replies with what the recorder has seen last."""
+        request.reply(GivenLook(self._job.latest_look()))
 
     def ask_page(self, request: Request, message: AskPage) -> None:
         """Replies with a link that opens the page once."""

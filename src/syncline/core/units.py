@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -28,6 +29,41 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} GiB"
+
+
+def number_told(value: float | None) -> str:
+    """With three digits, and with commas where it is large."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if size >= 1e9 or (size < 1e-3 and size):
+        return f"{value:.2e}"
+    if size >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def bytes_told(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "–"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= size:
+            return f"{number_told(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds_told(value: float | None) -> str:
+    """1.2 ms, 45 s, 3 min 20 s, 2 h 5 min."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value < 1e-3:
+        return f"{number_told(value * 1e6)} µs" if value else "0 s"
+    if value < 1:
+        return f"{number_told(value * 1e3)} ms"
+    if value < 120:
+        return f"{number_told(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 120 else f"{minutes} min {rest} s"
 
 
 def pushed_told(pushed: PushBytes, num_steps: int) -> str:

@@ -70,11 +70,14 @@ def run_coordinator(
     _wait_for_the_save(file)
     recorder = Recorder(coordinator.job, coordinator.status, file.folder)
     recorder.start()
+    coordinator.job.latest_look = lambda: recorder.latest
+    coordinator.tracing.start(file.folder)
     page_server = _begin_page(file, page, coordinator, recorder)
     coordinator.start_deadline()
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
     recorder.close()
+    coordinator.tracing.close()
     if page_server is not None:
         page_server.close()
     listener.close()

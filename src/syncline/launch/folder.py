@@ -13,10 +13,13 @@ from syncline.config import JobConfig
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.jobfile import JobFile
+from syncline.store.lines import EVENTS, METRICS, SPANS
 from syncline.store.series import SERIES
 
 JOB_FILE = "job.json"
 JOURNAL = "journal.db"
+#: What `syncline trace` makes.
+TRACE = "trace.json"
 LOCK = "lock"
 #: Of a detached job: what its next launcher needs to know; its exit code, at the end.
 DETACHED, EXIT_CODE = "detached.json", "exit-code"
@@ -119,14 +122,17 @@ def holder_of(folder: pathlib.Path) -> int:
     return 0
 
 
+_LINES = (METRICS, EVENTS, SPANS)
+_OF_A_RUN = (
+    *("*.log", "fault-*", f"{JOURNAL}*", JOB_FILE, f"{SERIES}*", TRACE, DETACHED, EXIT_CODE),
+    *(name.replace(".jsonl", "*.jsonl") for name in _LINES),
+)
+
+
 def clear(folder: pathlib.Path) -> None:
     """Removes what an earlier job of this name has left."""
-    patterns = (
-        "*.log", "fault-*", f"{JOURNAL}*", JOB_FILE, f"{SERIES}*", "metrics*.jsonl", "events*.jsonl", DETACHED,
-        EXIT_CODE,
-    )  # fmt: skip
     try:
-        for pattern in patterns:
+        for pattern in _OF_A_RUN:
             for old in folder.glob(pattern):
                 old.unlink()
     except OSError as error:
@@ -177,6 +183,18 @@ def find_job(job: str, runs: pathlib.Path) -> JobFile:
             raise ConfigError(f"the job {job} is starting or ending: try again")
         raise ConfigError(f"the job {job} has ended; its logs are in {folder}/; {_others(runs)}")
     raise ConfigError(f"no job {job} runs under {runs}/; {_others(runs)}")
+
+
+def find_run(run: str, runs: pathlib.Path) -> pathlib.Path:
+    """The folder of a run, running or ended: by its name under `runs`, or by path."""
+    for folder in (runs / run, pathlib.Path(run)):
+        if run and folder.is_dir():
+            if any((folder / name).exists() for name in (JOURNAL, SERIES, EVENTS, METRICS, SPANS)):
+                return folder
+            if folder in job_folders(runs):
+                raise ConfigError(f"the run {run} has kept nothing yet: it starts now, or has ended before it began")
+            raise ConfigError(f"{folder}/ is a folder, but no run: none of a run's files is in it; {_others(runs)}")
+    raise ConfigError(f"there is no run {run} under {runs}/; {_others(runs)}")
 
 
 def _others(runs: pathlib.Path) -> str:

@@ -25,6 +25,7 @@ from syncline.net import shm, tcp
 from syncline.net.device_channel import DeviceChannel
 from syncline.net.link import SILENT, Link
 from syncline.net.rpc import Endpoint, Stamp
+from syncline.net.tracing import SpanSender
 from syncline.net.transport import Connection, Peer
 from syncline.server.pool import ThreadPool
 from syncline.server.service import Server
@@ -86,6 +87,7 @@ class Serving:
         self._identity = tcp.Identity(file.job, file.token_bytes, Peer("server", name or "server", 0))
         self._joined: Joined | None = None
         self._is_leaving = False
+        self._spans: SpanSender | None = None  # with --trace
         self._server = Server(
             name,
             ThreadPool(self._broken, num_threads),
@@ -186,6 +188,9 @@ class Serving:
             silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self._hear,
         )
+        if self._server.spans is not None:
+            self._spans = SpanSender(self._link, self._server.spans)
+            self._spans.start()
 
     def _hear(self, roster: Roster) -> None:
         self._stamp.generation = max(self._stamp.generation, roster.generation)
@@ -218,6 +223,8 @@ class Serving:
             raise
 
     def close(self) -> None:
+        if self._spans is not None:
+            self._spans.close()
         self._link.close()
         self._listener.close()
         self._server.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from syncline import faults
 from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slice_state import Identity, life_of
+from syncline.core.tracing import APPLY, SpanBuffer
 from syncline.errors import RuleError, SynclineError
 from syncline.server.clipping import Clipping
 from syncline.server.dropped_options import DroppedOptions
@@ -74,6 +75,7 @@ class RoundExecutor:
         self.lag_max = 0
         self.num_rounds = 0
         self.round_seconds = 0.0  # total time from complete rounds to their last slice
+        self.spans: SpanBuffer | None = None  # with --trace
 
     @property
     def ring(self) -> RingRounds | None:
@@ -309,7 +311,10 @@ class RoundExecutor:
         with self.state_lock:
             work.applied = True
             self.num_rounds += 1
-            self.round_seconds += time.perf_counter() - work.began
+            now = time.perf_counter()
+            self.round_seconds += now - work.began
+            if self.spans is not None:
+                self._trace(self.spans, work, now)
             ready = [commit for commit in work.commits if commit.item.sayings()]
             for commit in ready:
                 self.clipping.forget(commit)
@@ -319,6 +324,15 @@ class RoundExecutor:
         if self._ring is not None:
             self._ring.is_through(work)
         self.release()
+
+    @staticmethod
+    def _trace(spans: SpanBuffer, work: RoundTask, now: float) -> None:
+        """With `--trace`: steps of rounds are the job's, others those of the worker that has pushed."""
+        if work.in_rounds:
+            spans.add(APPLY, max((slot.state.version for slot in work.slots), default=0), work.began, now)
+        else:
+            commit = work.commits[0]
+            spans.add(APPLY, commit.clock, work.began, now, commit.worker)
 
     def fail(self, work: RoundTask, error: Exception) -> None:
         """Sends the error to every worker of the round, and to those that ask later."""

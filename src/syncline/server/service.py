@@ -17,6 +17,7 @@ from syncline.core.members import Member
 from syncline.core.policy import policy_of
 from syncline.core.ring import Spread
 from syncline.core.rounds import Rounds
+from syncline.core.tracing import SpanBuffer
 from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import (
     AskServerStats,
@@ -137,6 +138,7 @@ class Server:
         self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
         self._speaks = False  # for all servers of the job
+        self.spans: SpanBuffer | None = None  #: with --trace
         self._rare = self._rare_handlers()
 
     @property
@@ -156,6 +158,7 @@ class Server:
         workers = [(m.name, m.incarnation) for m in joined.members if m.role == "worker" and not joined.late]
         rounds: Rounds[StagedCommit] = Rounds(policy_of(config), workers)
         flow = RoundExecutor(rounds, self.slices, self._pool, self._pulls, len(servers), self._log)
+        flow.spans = self.spans = SpanBuffer() if config.trace else None
         commits = Commits(
             rounds, self.slices, flow, self._pulls, self.staging,
             segments=self.hosting.segments, find=self.hosting.find,

@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -21,9 +21,12 @@ from syncline.errors import StoreError
 
 METRICS: Final = "metrics.jsonl"
 EVENTS: Final = "events.jsonl"
+SPANS: Final = "spans.jsonl"
 #: What both may take in a run's folder together: 100 MB.
 METRICS_BYTES: Final = 80_000_000
 EVENTS_BYTES: Final = 20_000_000
+#: Of a run with `--trace`, besides.
+SPANS_BYTES: Final = 100_000_000
 #: Parts of a file at most, with the one that grows.
 NUM_PARTS: Final = 8
 #: The longest line; a longer one is left out.
@@ -112,27 +115,49 @@ class LinesFound(msgspec.Struct, frozen=True):
 def read_lines(path: pathlib.Path, most: int) -> LinesFound:
     """The newest lines, at most so many, up to the first one that is damaged. A missing file has none."""
     found: list[dict[str, Any]] = []
-    try:
-        for part in (*parts(path), path):
-            if not part.exists():
-                continue
-            with open(part, "rb") as file:
-                for number, line in enumerate(_bounded(file), 1):
-                    if not line.endswith(b"\n"):
-                        if part == path and len(line) < MOST_LINE_BYTES:
-                            break  # is being written
-                        return LinesFound(found[-most:], f"{part.name}, line {number}: it is cut off")
-                    try:
-                        found.append(msgspec.json.decode(line, type=dict[str, Any]))
-                    except msgspec.MsgspecError as error:
-                        return LinesFound(found[-most:], f"{part.name}, line {number}: {error}")
-                    except (UnicodeDecodeError, RecursionError) as error:
-                        return LinesFound(found[-most:], f"{part.name}, line {number}: {type(error).__name__}")
-                    if len(found) > 2 * most:
-                        del found[:-most]
-    except OSError as error:
-        return LinesFound(found[-most:], f"{path.name}: {error.strerror or error}")
-    return LinesFound(found[-most:])
+    lines = Lines(path, dict[str, Any])
+    for line in lines:
+        found.append(line)
+        if len(found) > 2 * most:
+            del found[:-most]
+    return LinesFound(found[-most:], lines.damage)
+
+
+T = TypeVar("T")
+
+
+class Lines(Generic[T]):
+    """The lines of a file and of its parts, oldest first, up to the first one that is damaged."""
+
+    def __init__(self, path: pathlib.Path, kind: type[T]) -> None:
+        """`kind`: what each line is."""
+        self._path, self._decoder = path, msgspec.json.Decoder(kind)
+        self.damage = ""  #: where reading ended before the end of the file, and why
+
+    def __iter__(self) -> Iterator[T]:
+        path = self._path
+        try:
+            for part in (*parts(path), path):
+                if not part.exists():
+                    continue
+                with open(part, "rb") as file:
+                    for number, line in enumerate(_bounded(file), 1):
+                        if not line.endswith(b"\n"):
+                            if part == path and len(line) < MOST_LINE_BYTES:
+                                break  # is being written
+                            self.damage = f"{part.name}, line {number}: it is cut off"
+                            return
+                        try:
+                            decoded = self._decoder.decode(line)
+                        except msgspec.MsgspecError as error:
+                            self.damage = f"{part.name}, line {number}: {error}"
+                            return
+                        except (UnicodeDecodeError, RecursionError) as error:
+                            self.damage = f"{part.name}, line {number}: {type(error).__name__}"
+                            return
+                        yield decoded
+        except OSError as error:
+            self.damage = f"{path.name}: {error.strerror or error}"
 
 
 def _bounded(file: Any) -> Iterator[bytes]:

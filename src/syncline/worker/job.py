@@ -19,6 +19,7 @@ from syncline.core.wire.pace import Pace
 from syncline.errors import ConfigError, ConnectionLost, FencedError, Stopped, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
+from syncline.net.tracing import SpanSender
 from syncline.stats import JobStats, WorkerDebugState, thread_names
 from syncline.worker.checkpoint.boundary import STEP, Boundary
 from syncline.worker.checkpoint.rng_state import OwnStream
@@ -105,6 +106,9 @@ class Job:
         self.life = WorkerLife(self._ask_life(joined), in_rounds=self.in_rounds)
         self.own_step = self._steps_before()
         self.exchange.has_stepped_to(self.life.step)
+        self._spans = SpanSender(link, self.exchange.spans) if self.exchange.spans is not None else None
+        if self._spans is not None and not embedded:
+            self._spans.start()
         if not embedded:
             self.reporting.begin(self._closed)
             self._checkpoints.notes.begin(self._closed)
@@ -609,6 +613,8 @@ class Job:
             self.exchange.leave()
             if self.config.checkpoint and not self._handlers.has_retired:
                 self._checkpoints.finish()
+            if self._spans is not None:
+                self._spans.close()
             self._say_leave()
         finally:
             self.abandon()
@@ -630,6 +636,8 @@ class Job:
     def abandon(self) -> None:
         """Closes everything without leaving: the job treats it as a death."""
         self._closed.set()
+        if self._spans is not None:
+            self._spans.stop()
         self.samples.is_over = True
         forget(self)
         self._link.close()

@@ -11,10 +11,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from syncline.core.tracing import DATA, SpanBuffer
 from syncline.errors import SynclineError
 from syncline.stats import StepTimes, Wait
 
-PHASES = ("compute", "stage", "wait", "pull")
+PHASES = ("compute", "stage", "wait", "pull")  #: of the worker; the first ones of all that are traced
 
 
 class StepClock:
@@ -73,6 +74,28 @@ class StepClock:
         return StepTimes(
             num_steps=self.num_steps, steps_per_push=self.steps_per_push, data=self._data_seconds, **self._seconds
         )
+
+
+class TracingClock(StepClock):
+    """Also keeps each lap as a span, with `--trace`."""
+
+    def __init__(self, spans: SpanBuffer, step: Callable[[str], int]) -> None:
+        """`step`: the number of the step that a phase which ends now belongs to."""
+        super().__init__()
+        self._spans, self._step = spans, step
+
+    def lap(self, phase: str) -> None:
+        began = self._last
+        super().lap(phase)
+        if began is not None and self._last is not None:
+            self._spans.add(PHASES.index(phase), self._step(phase), began, self._last)
+
+    def has_read(self) -> None:
+        reading = self._reading
+        super().has_read()
+        # Where it waited for others meanwhile, laps lie between: the span would lie across them.
+        if reading is not None and self._last is not None and self._last <= reading[0]:
+            self._spans.add(DATA, self._step("compute"), reading[0], time.perf_counter())
 
 
 class ValidationCalled(Exception):  # no error

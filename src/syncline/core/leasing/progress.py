@@ -36,3 +36,16 @@ def shares(samples: Mapping[str, int]) -> dict[str, float]:
     """Each worker's share of all samples read."""
     whole = sum(samples.values())
     return {name: number / whole for name, number in samples.items()} if whole else {}
+
+
+def epoch_told(epoch: EpochProgress) -> str:
+    """epoch 2 (45 %); of shards of unknown length, epoch 2 (4,500 samples); 45 % of 1,000 steps."""
+    if epoch.is_steps:
+        return f"{_percent(epoch)} % of {epoch.num_samples:,} steps"
+    if not epoch.num_samples:
+        return f"epoch {epoch.epoch + 1} ({epoch.num_done:,} samples)"
+    return f"epoch {epoch.epoch + 1} ({_percent(epoch)} %)"
+
+
+def _percent(epoch: EpochProgress) -> int:
+    return 100 * (epoch.num_samples - epoch.num_left) // epoch.num_samples if epoch.num_samples else 100

@@ -17,6 +17,7 @@ from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.stats import (
     EpochProgress,
+    JobLook,
     JobStatus,
     JobVerdict,
     MemberStats,
@@ -411,6 +412,16 @@ class Over(Message, frozen=True):
     failed: bool
     culprit: str
     reason: str
+
+
+class AskLook(Message, frozen=True):
+    """From outside: the newest look at the job."""
+
+
+class GivenLook(Message, frozen=True):
+    """None: the job is not looked at yet."""
+
+    look: JobLook | None
 
 
 class AskPage(Message, frozen=True):

@@ -54,6 +54,7 @@ from syncline.core.wire.collectives import (
 from syncline.core.wire.control import (
     AskCopies,
     AskLife,
+    AskLook,
     AskNominal,
     AskPage,
     AskRoster,
@@ -68,6 +69,7 @@ from syncline.core.wire.control import (
     GiveCopies,
     GivenCopies,
     GivenLife,
+    GivenLook,
     GivenNominal,
     GivenPage,
     GivenServerStats,
@@ -112,6 +114,7 @@ from syncline.core.wire.leases import (
 )
 from syncline.core.wire.message import Done, Message, Refused
 from syncline.core.wire.pace import Pace
+from syncline.core.wire.tracing import GiveSpans, GotSpans
 from syncline.core.wire.traffic import (
     AskClip,
     AskHosted,
@@ -166,7 +169,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 16
+PROTOCOL = 17
 ROLES = ("coordinator", "server", "worker", "launcher", "agent")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -189,6 +192,7 @@ MESSAGES: tuple[type[Message], ...] = (
     DetachDevice, AskPage, GivenPage,
     AgentJoin, AgentAlive, StartMember, TellMember, SignalMember,
     MemberOutput, MemberEnded, EndAgent, StopJob,
+    GiveSpans, GotSpans, AskLook, GivenLook,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -199,12 +203,12 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AttachDevice, DetachDevice, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace,
         Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
         Save, AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
-        LocalCandidate, AskNominal,
+        LocalCandidate, AskNominal, GiveSpans,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     }),
     "server": frozenset({
         Join, Rejoin, AskRoster, Heartbeat, Retire, Leave, ShareRegion, Seed, Replicate, Vote, GroupStoreKey,
-        ShareSums, HostSum, WholeSum,
+        ShareSums, HostSum, WholeSum, GiveSpans,
     }),
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
@@ -213,7 +217,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
-        Watch, Died, Scale, AskStatus, AskWhy, AskPage, Pace, Save, StartMember, TellMember,
+        Watch, Died, Scale, AskStatus, AskWhy, AskPage, AskLook, Pace, Save, StartMember, TellMember,
         SignalMember, EndAgent, StopJob,
     }),
     "agent": frozenset({AgentJoin, AgentAlive, MemberOutput, MemberEnded}),

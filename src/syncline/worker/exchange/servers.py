@@ -17,6 +17,7 @@ from syncline.core.policy import policy_of
 from syncline.core.replica_sets import ReplicaSet
 from syncline.core.ring import partner_of
 from syncline.core.slice_state import Copy, life_of
+from syncline.core.tracing import SpanBuffer
 from syncline.core.wire.control import AskWhy, GivenWhy, Passed
 from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
@@ -38,7 +39,7 @@ from syncline.worker.exchange.sending import CommitSender
 from syncline.worker.exchange.targets import ArrayTarget, Target
 from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
 from syncline.worker.session import CoordinatorHandlers, left
-from syncline.worker.waits import LOUD_SECONDS, StepClock, Waits
+from syncline.worker.waits import LOUD_SECONDS, StepClock, TracingClock, Waits
 
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
@@ -79,7 +80,10 @@ class ServersExchange:
         self.sender = CommitSender(self.routes, self.copies, stamp, config)
         self.encoder = self.sender.encoder  #: with --codec
         self._rosters = handlers.rosters
-        self.times, self.lease_acks = StepClock(), LeaseAcks()
+        self.lease_acks = LeaseAcks()
+        self.spans = SpanBuffer() if config.trace else None  #: with --trace
+        self.times = StepClock() if self.spans is None else TracingClock(self.spans, self._step_in)
+        self._ahead = 0  # with --trace: steps of the job before this worker's first commit
         self._replay = Replay(
             self.routes, self._rosters, stamp,
             ask=self._ask_coordinator, check=handlers.check, fenced=self._fenced,
@@ -355,6 +359,18 @@ class ServersExchange:
         of commits of this process.
         """
         return self.copies.most_updates + 1 if self._in_rounds else ticket.clock
+
+    def _step_in(self, phase: str) -> int:
+        """With `--trace`: the step that a phase which ends now belongs to, numbered as in `_step_of`."""
+        if phase == "pull":
+            if self._in_rounds:
+                self._ahead = self.copies.most_updates - self.num_landed
+            clock = self.num_landed
+        elif phase == "stage":
+            clock = self.clock
+        else:
+            clock = (self.num_landed if phase == "wait" else self.clock) + 1
+        return self._ahead + clock
 
     def _has_waited(self, ticket: ServersTicket, began: float) -> WaitTimeout:
         return WaitTimeout(f"step {self._step_of(ticket)} has waited {time.monotonic() - began:.1f} s: {self.why()}")
