@@ -8,6 +8,7 @@ limits, metrics                tokens, rates, connections; what is counted
 application, listening         HTTP: routes; uvicorn around them
 grpc_calls                     the same over gRPC
 control, server                `serve-ctl`; all of it together
+exporting                      a torch module with saved weights as ONNX or torch.export (`syncline export`)
 """
 
 from __future__ import annotations
