@@ -22,7 +22,7 @@ def run(*words: str, code: int = 0) -> str:
     return result.output
 
 
-def test_a_folder_is_listed_verified_pruned_and_exported(tmp_path: pathlib.Path) -> None:
+def test_a_folder_is_listed_verified_and_pruned(tmp_path: pathlib.Path) -> None:
     folder = open_folder(tmp_path)
     made = [make(folder, n, metrics={"accuracy": n / 10}, saved_at=1.0) for n in range(1, 7)]
     checkpoints.point(folder, "best", made[0].name)
@@ -38,14 +38,8 @@ def test_a_folder_is_listed_verified_pruned_and_exported(tmp_path: pathlib.Path)
     assert "embed.weight" in run("show", str(tmp_path / "best"))
     run("prune", str(tmp_path), "--keep", "2", "--unfinished")
     assert [one.name for one in checkpoints.find(folder)] == [made[i].name for i in (5, 4, 0)]
-    run("export", str(tmp_path), "--to", str(tmp_path / "model.safetensors"))
-    run("export", str(tmp_path / "best"), "--to", str(tmp_path / "model.pt"))
-    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "model.pt").exists()
 
 
 def test_what_cannot_be_is_said(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StoreError, match="holds no checkpoint"):
         run("ls", str(tmp_path))
-    make(open_folder(tmp_path), 1)
-    with pytest.raises(ConfigError, match=r"ends with .safetensors or .pt"):
-        run("export", str(tmp_path), "--to", str(tmp_path / "model.bin"))

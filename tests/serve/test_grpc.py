@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
 import pathlib
 import re
@@ -88,6 +89,16 @@ for words, fields in (
 assert call("ModelInfer", model_name="net", inputs=[typed]).model_version == "3"
 print("well")
 """
+
+
+def test_vendored_files_are_those_that_their_origin_says() -> None:
+    """The licence stands beside the file, and neither was edited."""
+    told = dict(re.findall(r"\| `(\S+)` \| ([0-9a-f]{64}) \|", (VENDORED / "README.md").read_text()))
+    assert told == {
+        name: hashlib.sha256((VENDORED / name).read_bytes()).hexdigest()
+        for name in ("grpc_predict_v2.proto", "LICENSE")
+    }
+    assert "Apache License" in (VENDORED / "LICENSE").read_text()
 
 
 def test_the_descriptors_are_those_of_the_proto() -> None:

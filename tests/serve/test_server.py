@@ -527,6 +527,8 @@ def test_a_numpy_model_with_two_inputs(served: Any, tmp_path: pathlib.Path) -> N
     with Caller(server.url) as call:
         status, answer = call.post("/predict", {"inputs": {"a": ROWS, "b": [1, 2]}})
         assert status == 200 and answer["outputs"] == {"product": [[20.0] * 3, [1.0] * 3], "sum": [11.0, 2.5]}
+        # the model is called by position, and callers name their inputs in any order
+        assert call.post("/predict", {"inputs": {"b": [1, 2], "a": ROWS}})[1]["outputs"] == answer["outputs"]
 
 
 def test_hooks_of_the_file(served: Any, tmp_path: pathlib.Path) -> None:

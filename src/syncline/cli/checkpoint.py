@@ -1,8 +1,7 @@
-"""`syncline checkpoint ls|show|verify|prune|export`: checkpoints of a folder, without a job."""
+"""`syncline checkpoint ls|show|verify|prune`: checkpoints of a folder, without a job."""
 
 from __future__ import annotations
 
-import pathlib
 import time
 from typing import Annotated
 
@@ -13,14 +12,14 @@ from rich.table import Table
 from syncline.cli.standing import duration
 from syncline.core.checkpoint.manifest import Manifest
 from syncline.core.units import counted
-from syncline.errors import ConfigError, StoreError
+from syncline.errors import StoreError
 from syncline.store import checkpoints, weights
 from syncline.store.disk import MANIFEST
 from syncline.store.folders import Folder, open_folder
 
 app = typer.Typer(
     name="checkpoint",
-    help="Looks at checkpoints, verifies, prunes and exports them.",
+    help="Looks at checkpoints, verifies and prunes them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -157,29 +156,6 @@ def prune(
     for name in gone:
         typer.echo(f"{name} is removed")
     typer.echo(f"{counted(len(gone), 'checkpoint')} removed, {len(found) - len(gone)} kept")
-
-
-@app.command("export")
-def export(
-    checkpoint: OneArgument,
-    to: Annotated[str, typer.Option("--to", metavar="FILE", help="model.safetensors, or model.pt for torch.load.")],
-    average: Annotated[bool, typer.Option("--average", help="The average that --average ema:DECAY keeps.")] = False,
-) -> None:
-    """Writes the weights, by the model's own names, to one file for anyone without syncline.
-
-    Example:  syncline checkpoint export checkpoints/best --to model.safetensors
-    """
-    path = pathlib.Path(to).absolute()
-    which = weights.AVERAGE if average else ""
-    if path.suffix == ".safetensors":
-        weights.export(checkpoint, path, which)
-    elif path.suffix in (".pt", ".pth"):
-        from syncline.torch.weights import export_state_dict  # torch only where it is needed
-
-        export_state_dict(checkpoint, path, which)
-    else:
-        raise ConfigError(f"--to {to}: name a file that ends with .safetensors or .pt")
-    typer.echo(f"{to}: {_size(path.stat().st_size)}")
 
 
 def _first(url: str) -> checkpoints.Chosen:

@@ -46,7 +46,8 @@ COMMANDS = {
     ),
     "doctor": Command("Checks what jobs need on this machine.", "doctor"),
     "bench": Command("Measures speed and memory on this machine.", "bench"),
-    "checkpoint": Command("Looks at checkpoints, verifies, prunes and exports them.", "checkpoint"),
+    "checkpoint": Command("Looks at checkpoints, verifies and prunes them.", "checkpoint"),
+    "export": Command("Writes trained weights as safetensors, state_dict or ONNX.", "export"),
     "serve": Command("Answers requests with a trained model, over HTTP.", "serve"),
     "serve-ctl": Command("Shows and switches the versions of a served model.", "serve_ctl"),
 }

@@ -136,6 +136,7 @@ class Protocol:
     ) -> InferRequest:
         """A request with every input, finite, of equally many rows."""
         num_rows = 0
+        in_order = {}  # the model is called with them by position, whatever the order of the request is
         for name, spec in self._inputs.items():
             array = found.get(name)
             if array is None:
@@ -145,7 +146,8 @@ class Protocol:
             if num_rows not in (0, len(array)):
                 raise RequestError(400, f"input {spec.name!r} has {len(array)} rows, another one {num_rows}")
             num_rows = len(array)
-        return InferRequest(found, num_rows, id, outputs, is_binary)
+            in_order[name] = array
+        return InferRequest(in_order, num_rows, id, outputs, is_binary)
 
     def encode(self, request: InferRequest, outputs: Mapping[str, Array], version: str) -> tuple[bytes, int | None]:
         """The answer of `/infer`; and the length of its JSON if binary data follows."""

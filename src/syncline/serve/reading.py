@@ -49,7 +49,7 @@ def open_source(path: str | os.PathLike[str], pick: str = "best") -> VersionSour
     if text.endswith((".pt", ".pth", ".pkl", ".bin")):
         raise ConfigError(
             f"{text}: files of torch.save can run code when they are read; serve a checkpoint's folder, or a "
-            ".safetensors file (`syncline checkpoint export DIR --to model.safetensors`)"
+            ".safetensors file (`syncline export DIR --safetensors model.safetensors`)"
         )
     if text.endswith(".safetensors"):
         return TensorFileSource(pathlib.Path(text))
@@ -110,9 +110,10 @@ class TensorFileSource:
         if digest != self._last:
             self._last = digest
             self._num_seen += 1
-        yield Candidate(str(self._num_seen), digest, str(self._path), 0, self._read)
+        yield Candidate(str(self._num_seen), digest, str(self._path), 0, self.read)
 
-    def _read(self) -> SavedWeights:
+    def read(self) -> SavedWeights:
+        """All tensors of the file. StoreError: it cannot be read."""
         where = str(self._path)
         with explained(where, "cannot be read"), self._path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -25,7 +25,7 @@ class TorchModel:
         self, module: nn.Module, weights: SavedWeights | None, where: str, hooks: Mapping[str, Callable[..., Any]]
     ) -> None:
         if weights is not None:
-            _load(module, weights, where)
+            load_weights(module, weights, where)
         self._module = module.eval().requires_grad_(False)
         self._hooks = hooks
         first = next(iter(module.parameters()), None)
@@ -59,7 +59,8 @@ def _array(value: Any) -> Array:
     return np.asarray(value)
 
 
-def _load(module: nn.Module, weights: SavedWeights, where: str) -> None:
+def load_weights(module: nn.Module, weights: SavedWeights, where: str) -> None:
+    """Puts saved weights into the module. StoreError: they do not fit."""
     state = {}
     for name, (weight, data) in weights.items():
         kind = getattr(torch, weight.dtype)
