@@ -143,7 +143,7 @@ class JobContext:
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
         self.page_link: Callable[[], str] | None = None  # makes a link that opens the page once
-        self.latest_look: Callable[[], JobLook | None] = lambda: None  # of the recorder
+        self.latest_look: JobLook | None = None  # of the recorder
         self.long_wait = ""  # of the recorder: who waits for whom, where it is long
         self.verdicts: tuple[JobVerdict, ...] = ()  # of the recorder
         self.member_stats: dict[str, MemberStats] = {}  # what each member told last

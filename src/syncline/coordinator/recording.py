@@ -152,7 +152,7 @@ class Recorder:
         )
         self._num_events += len(numbered)
         self._number += 1
-        self._latest = JobLook(
+        self._latest = self._job.latest_look = JobLook(
             number=self._number,
             figures=figures,
             verdicts=self._verdicts,

@@ -269,7 +269,7 @@ class StatusService:
 
     def ask_look(self, request: Request, message: AskLook) -> None:
         """Replies with what the recorder has seen last."""
-        request.reply(GivenLook(self._job.latest_look()))
+        request.reply(GivenLook(self._job.latest_look))
 
     def ask_page(self, request: Request, message: AskPage) -> None:
         """Replies with a link that opens the page once."""

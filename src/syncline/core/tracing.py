@@ -78,7 +78,7 @@ class SpanBuffer:
 
     def take(self) -> list[PhaseSpan]:
         """The oldest ones, as many as fit in a message."""
-        found = []
+        found: list[PhaseSpan] = []
         while self._spans and len(found) < MOST_SPANS:
             try:
                 found.append(self._spans.popleft())
@@ -261,11 +261,11 @@ def chrome_events(
             ends_at = max(ends_at, event["ts"] + event["dur"])
             yield {**event, "ts": event["ts"] - zero, "pid": pid, "tid": base + lane + 1}
         num_lanes[life.member] += used
-    for event in events:
-        at = round(event.at * _MICRO)
+    for mark in events:
+        at = round(mark.at * _MICRO)
         if zero <= at <= ends_at + KNOT_US:
-            told = {"step": event.step, "text": event.text}
-            yield {"ph": "i", "s": "g", "name": event.kind, "cat": "event", "ts": at - zero, "pid": 0, "tid": 0,
+            told = {"step": mark.step, "text": mark.text}
+            yield {"ph": "i", "s": "g", "name": mark.kind, "cat": "event", "ts": at - zero, "pid": 0, "tid": 0,
                    "args": told}  # fmt: skip
 
 

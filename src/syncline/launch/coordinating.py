@@ -70,7 +70,6 @@ def run_coordinator(
     _wait_for_the_save(file)
     recorder = Recorder(coordinator.job, coordinator.status, file.folder)
     recorder.start()
-    coordinator.job.latest_look = lambda: recorder.latest
     coordinator.tracing.start(file.folder)
     page_server = _begin_page(file, page, coordinator, recorder)
     coordinator.start_deadline()

@@ -62,8 +62,9 @@ def chart(
     marks: Sequence[ChartMark] = (),
 ) -> str:
     """A card with a title, the last value, and the lines; "" where no line has a value."""
-    xs = [float(x) for line in lines for x, y in zip(line.x, line.y, strict=True) if _is_number(y)]
-    ys = [float(y) for line in lines for side in (line.y, line.low, line.high) for y in side if _is_number(y)]
+    xs = [x for line in lines for x, y in zip(line.x, line.y, strict=True) if x is not None and _is_number(y)]
+    sides = [side for line in lines for side in (line.y, line.low, line.high)]
+    ys = [y for side in sides for y in side if y is not None and _is_number(y)]
     if not xs or not ys:
         return ""
     left, right = min(xs), max(xs)

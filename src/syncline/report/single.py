@@ -38,7 +38,7 @@ def _parts(run: RunRecord) -> Iterator[str]:
     yield _machine(run)
     yield section("Members", _members(run))
     yield section("Events", _events(run))
-    yield section("Settings", _settings(run))
+    yield section("Settings", _settings_table(run))
 
 
 def _tiles(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -206,7 +206,7 @@ def _events(run: RunRecord) -> str:
     )
 
 
-def _settings(run: RunRecord) -> str:
+def _settings_table(run: RunRecord) -> str:
     if not run.settings:
         return ""
     changed = [(name, told(value)) for name, value in run.changed_settings.items()]

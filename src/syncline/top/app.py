@@ -66,7 +66,7 @@ class Top(App[None]):
         folder: pathlib.Path,
     ) -> None:
         super().__init__()
-        self._name, self._folder, self._event_tail = name, folder, EventTail(folder / EVENTS)
+        self._job_name, self._folder, self._event_tail = name, folder, EventTail(folder / EVENTS)
         self.source = make_source(self.post_seen)
         self.look: JobLook | None = None
         self.trouble: Trouble | None = None
@@ -78,7 +78,7 @@ class Top(App[None]):
         self._last_event = 0
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(self._name), id="title")
+        yield Static(Text(self._job_name), id="title")
         yield Static(Text("waiting for the first look"), id="head")
         yield Static("", id="readings")
         yield Static("", id="notices")
@@ -131,7 +131,7 @@ class Top(App[None]):
         state = self.trouble.text if self.trouble is not None else "running"
         if self.look is not None and self.look.figures.verdict:
             state = "has ended"
-        base.query_one("#title", Static).update(Text(f"{self._name}: {state}"))
+        base.query_one("#title", Static).update(Text(f"{self._job_name}: {state}"))
         if self.look is None:
             return
         base.query_one("#head", Static).update(Text(headline(self.look)))

@@ -76,8 +76,8 @@ def members_of(look: JobLook) -> list[MemberFigures]:
 def arranged(members: Sequence[MemberFigures], column: int, *, is_reversed: bool) -> list[MemberFigures]:
     """Sorted by a column: names and words from A on, numbers from the largest on. Equal ones by name."""
     chosen = COLUMNS[column]
-    found = sorted(members, key=COLUMNS[0].key)  # type: ignore[arg-type]
-    return sorted(found, key=chosen.key, reverse=is_reversed == chosen.is_text)  # type: ignore[arg-type]
+    found = sorted(members, key=COLUMNS[0].key)
+    return sorted(found, key=chosen.key, reverse=is_reversed == chosen.is_text)
 
 
 def headline(look: JobLook) -> str:
