@@ -16,7 +16,7 @@ import pytest
 from tests.patience import PATIENCE
 from typer.testing import CliRunner
 
-from syncline.cli import checks, connections, doctor
+from syncline.cli import checks, connections, doctor, engines
 from syncline.cli.checks import GIB, Check, Finding
 from syncline.cli.main import app
 from syncline.errors import ConfigError, FrameError
@@ -284,8 +284,9 @@ def test_the_small_job_needs_a_torch_that_works(monkeypatch: pytest.MonkeyPatch)
 # -- hosts --------------------------------------------------------------------------------------------------
 
 
-def test_hosts_that_answer_and_hosts_that_do_not() -> None:
+def test_hosts_that_answer_and_hosts_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefix is a command of this host: it lets one name through only."""
+    monkeypatch.setattr(engines, "TRY_SECONDS", PATIENCE)
     prefix = """sh -c 'test "$0" = good && exec "$@"; echo "no route to $0" >&2; exit 7' {host}"""
     words = ["doctor", "--on", "ssh", "-H", "localhost:2,good,bad", "--remote", prefix, "--json"]
     result = CliRunner().invoke(app, words)

@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import pytest
-from tests.engines.clusters import wait_until
 from tests.engines.conftest import STEPS, Engine
 from tests.engines.test_manifest import made, pods_of
 from tests.patience import PATIENCE
@@ -126,18 +125,11 @@ class Pods:
         words = ["unshare", "--mount", "sh", "-c", script, "sh", *container["command"]]
         return self._engine.start(words, {**environment, "JOB_COMPLETION_INDEX": str(index)})
 
-    def says(self, coordinator: subprocess.Popen[str], member: str) -> bool:
-        """Whether `syncline status`, in the coordinator's pod, has this member."""
-        inside = ["nsenter", "--mount", "--target", str(coordinator.pid)]
-        code, output = self._engine.run([*inside, "syncline", "status", "--json", "/run/syncline/job.json"])
-        assert code == 0, output
-        return member in [one["name"] for one in json.loads(output)["members"]]
-
 
 @pytest.mark.parametrize("plain", [["--plain"], []], ids=["jobs", "jobset"])
 def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members start before the coordinator. A worker is killed, then a server, whose slices have a second replica:
-    the same commands bring them back. SIGTERM is an eviction, and that a leave."""
+    """Members start before the coordinator. A worker is killed; the same command brings it back. SIGTERM is an
+    eviction, and that a leave."""
     monkeypatch.chdir(engine.folder)
     engine.script(STEPS)
     engine.leave_out_torch()
@@ -152,13 +144,6 @@ def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkey
     workers[1] = pods.start("worker", 1)
     second = engine.lives("worker-1", 2, coordinator)[1]
     assert float(second[2]) < 0, "the second life began with the parameters of the job"
-    os.killpg(servers[0].pid, signal.SIGKILL)
-    wait_until(lambda: not pods.says(coordinator, "server-0"), "server-0 is not missed")
-    engine.goes_on("worker-0")
-    servers[0].wait(PATIENCE)
-    servers[0] = pods.start("server", 0)
-    wait_until(lambda: pods.says(coordinator, "server-0"), "server-0 has not joined again")
-    engine.goes_on("worker-1")
     workers[0].terminate()
     code, output = engine.finish(workers[0])
     assert code == 0, output
