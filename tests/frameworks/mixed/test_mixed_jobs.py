@@ -28,7 +28,7 @@ def test_a_torch_a_jax_and_a_numpy_worker_equal_three_of_one_kind(loads_apart: A
     for name, more in {"mixed": (), "numpy": ("--framework", "numpy")}.items():
         out = loads_apart.folder / f"{name}.npz"
         words = ["run", "-w", "3", *options, script, "--steps", "40", "--out", str(out), *more]
-        done = loads_apart.finish(loads_apart.start(*words, is_forked=False))
+        done = loads_apart.run(*words, is_forked=False)
         assert done.code == 0, done.output
         with np.load(out) as arrays:
             found[name] = dict(arrays)
