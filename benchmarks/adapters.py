@@ -20,6 +20,10 @@ from benchmarks.task import Task
 WIDTHS, BATCH_SIZE = [784, 2048, 2048, 10], 8
 #: Turns last so much longer: a difference needs more steps than a time.
 LONGER = 5
+#: Environments without torch: servers there compute with NumPy, which takes longer and is no cost of an adapter.
+_WITHOUT_TORCH = {"tensorflow"}
+#: For torch's side beside these: its server computes with NumPy too (see `numpy_server/sitecustomize.py`).
+_NUMPY_SERVER = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "numpy_server")])}
 #: One thread for each worker, whatever computes; two workers share two cores.
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -39,25 +43,28 @@ def python_of(environment: str) -> pathlib.Path:
 def beside_torch(name: str, framework: str, *, environment: str, backend: str = "", reach: Reach) -> Row:
     """The adapter of a framework, beside syncline.torch. `backend`: Keras' own."""
 
-    def side(framework: str, python: str, which: str, backend: str) -> RunSide:
+    numpy_server = _NUMPY_SERVER if environment in _WITHOUT_TORCH else {}
+
+    def side(framework: str, python: str, which: str, given: dict[str, str]) -> RunSide:
         task = Task(kind=framework, widths=WIDTHS, num_threads=1)
-        given = {**_ONE_THREAD, "KERAS_BACKEND": backend} if backend else _ONE_THREAD
-        return RunSide("adapter_worker", task, python=python, workers=2, side=which, environment=given)
+        return RunSide(
+            "adapter_worker", task, python=python, workers=2, side=which, environment={**_ONE_THREAD, **given}
+        )
 
     def measure(effort: Effort) -> Samples:
         python = python_of(environment)
         if not python.exists():
             raise NotMeasured(f"needs its environment: sh tools/setup_frameworks.sh {environment}")
         longer = dataclasses.replace(effort, turn_seconds=effort.turn_seconds * LONGER)
-        ours = side(framework, str(python), "ours", backend)
-        return play(ours, side("torch", sys.executable, "reference", ""), longer)
+        ours = side(framework, str(python), "ours", {"KERAS_BACKEND": backend} if backend else {})
+        return play(ours, side("torch", sys.executable, "reference", numpy_server), longer)
 
     by_framework = {"keras": f"Keras on {backend}", "jax-rule": "JAX with a rule", "jax-optax": "JAX with optax.sgd"}
     model = f"MLP {'-'.join(map(str, WIDTHS))} batch {BATCH_SIZE}, SGD"
     return Row(
         name=name,
         what=f"{by_framework[framework]}: {model}, 2 workers sync: time added to a step",
-        reference="the same with torch",
+        reference="the same with torch" + (", its server with NumPy too" if numpy_server else ""),
         reach=reach,
         measure=measure,
     )

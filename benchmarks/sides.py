@@ -135,7 +135,7 @@ class ProcessSide:
     ) -> None:
         """`environment`: variables that these processes have besides ours."""
         self.num_processes = processes
-        self._environment = environment or {}
+        self.environment = environment or {}
         self._module, self._task, self._side, self._prefix = module, task, side, prefix
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs: list[IO[bytes]] = []
@@ -164,7 +164,7 @@ class ProcessSide:
                     stdout=output,
                     stderr=output,
                     cwd=folder,  # where no syncline.toml changes what is measured
-                    env={**os.environ, **self._environment},
+                    env={**os.environ, **self.environment},
                 )
             )
 
@@ -197,6 +197,7 @@ class RunSide(ProcessSide):
         self._python = python
 
     def commands(self, folder: pathlib.Path, path: str) -> list[list[str]]:
-        job = ["-w", str(self.num_processes), "-s", "1", "--transport", "shm", "--max-restarts", "0"]
+        # A member that is forked from one process with torch would have it loaded, whatever its path says.
+        job = ["-w", str(self.num_processes), "-s", "1", "--transport", "shm", "--max-restarts", "0", "--no-preload"]
         named = ["--name", self._side, "--runs", str(folder), "-m", f"benchmarks.{self._module}"]
         return [[self._python, "-m", "syncline", "run", *job, *named, *to_arguments(self._task, self._side, path)]]

@@ -1,6 +1,8 @@
-"""A process that has loaded torch and this package. It forks the commands that tests start (see `tests/forked.py`).
+"""A process that has loaded this package and the frameworks of its environment. It forks the commands that tests
+start (see `tests/forked.py`).
 
-A forked command does what a new interpreter would do with the same words, without two seconds of imports. `syncline`
+A forked command does what a new interpreter would do with the same words, without seconds of imports. Frameworks are
+imported here and run nothing: they start their threads in the forked processes. `syncline`
 has a fork server of its own, forked before it has any thread: from that come the processes that it starts itself.
 """
 
@@ -27,22 +29,35 @@ import numpy.random
 from tests import forked
 
 import syncline
+from syncline.errors import ConfigError
 from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.preloaded import fork_twice, show_as
 
-#: Parts of the package that torch's tests need and that everything else does without.
+#: Parts of the package that tests need and that everything else does without.
 _LAZY = ("syncline.cli", "syncline.launch", "syncline.coordinator", "syncline.page", "syncline.torch")
+#: Loaded where they are installed: in the environments of `make test-frameworks`.
+_FRAMEWORKS = ("keras", "tensorflow", "jax.numpy", "optax", "flax", "sklearn.linear_model")
 #: Descriptors that come with a request wait above this number for their own.
 _ABOVE = 500
 
 
 def _load() -> None:
     for name in _LAZY:
-        package: ModuleType = importlib.import_module(name)
-        for module in pkgutil.iter_modules(package.__path__):
-            if not module.name.startswith("__"):
-                importlib.import_module(f"{name}.{module.name}")
+        if (package := _import(name)) is not None:
+            for module in pkgutil.iter_modules(package.__path__):
+                if not module.name.startswith("__"):
+                    _import(f"{name}.{module.name}")
+    for name in _FRAMEWORKS:
+        _import(name)
     assert syncline.__version__
+
+
+def _import(name: str) -> ModuleType | None:
+    """None: it needs a package that is not installed here."""
+    try:
+        return importlib.import_module(name)
+    except (ModuleNotFoundError, ConfigError):
+        return None
 
 
 def serve(control: socket.socket) -> NoReturn:
@@ -86,7 +101,8 @@ def _become(request: forked.Request, fds: list[int]) -> NoReturn:
         setattr(sys, f"__{name}__", stream)
     random.seed()
     numpy.random.seed()
-    sys.modules["torch"].default_generator.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     show_as([sys.executable, *request.words])
     if request.words[:2] == ["-m", "syncline"]:
         _offer_fork_server()

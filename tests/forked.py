@@ -1,7 +1,7 @@
 """Commands as tests start them: `python -m syncline …` and `python script.py`, forked from a process that has loaded
-torch (`tests/fork_server.py`). Everything else starts as always; so does a command whose environment would make its
-interpreter or a library load differently. What a new interpreter does is for tests/launch/test_forkserver.py and
-tests/test_readme.py, which start real ones.
+torch, or the frameworks of its environment (`tests/fork_server.py`). Everything else starts as always; so does a
+command whose environment would make its interpreter or a library load differently. What a new interpreter does is for
+tests/launch/test_forkserver.py and tests/test_readme.py, which start real ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from syncline.launch.forkserver import SUBREAPER
 
 ROOT = pathlib.Path(__file__).parents[1]
 #: What is read when a process starts or a library is loaded, and so never by a forked process.
-_READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "CUDA_", "LC_", "LANG", "MALLOC_")
+_READ_EARLY = (
+    *("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "CUDA_", "LC_", "LANG", "MALLOC_"),
+    *("KERAS_", "TF_", "JAX_", "XLA_"),
+)
 #: The server's own command line, which a forked command writes its own over.
 _TITLE_BYTES = 4096
 
@@ -46,7 +49,8 @@ class Server:
         self._early = _read_early(os.environ)
 
     def serves(self, environment: dict[str, str]) -> bool:
-        return _read_early(environment) == self._early
+        early = _read_early(os.environ) if self._control is None else self._early
+        return _read_early(environment) == early
 
     def fork(self, request: Request, descriptors: Sequence[int]) -> int:
         with self._lock, SUBREAPER.adopting():

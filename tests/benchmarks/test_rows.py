@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
+import subprocess
 import sys
 from typing import Any
 
@@ -221,9 +223,26 @@ def test_an_adapter_is_measured_with_the_python_of_its_environment(
         assert command[:4] == [sys.executable, "-m", "syncline", "run"]
         assert {"-w", "2", "--transport", "shm", "benchmarks.adapter_worker"} <= set(command)
         assert read_arguments(command[-2:])[0].kind == framework
+    assert _hidden(reference, "server-0") == _hidden(reference, "worker-0") == ""
     monkeypatch.undo()
     monkeypatch.setenv("SYNCLINE_ENVIRONMENTS", str(tmp_path))
     row = next(row for row in all_rows() if row.name == "keras-jax")
     with pytest.raises(NotMeasured, match=r"tools/setup_frameworks\.sh mixed"):
         row.measure(fast)
     assert adapters.python_of("jax") == tmp_path / "jax" / "bin" / "python"
+
+
+def test_beside_an_environment_without_torch_the_other_server_has_none_either(played: dict[str, Sides]):
+    """An update by NumPy takes longer, which would count as the adapter's."""
+    ours, reference, _ = played["keras-tensorflow"]
+    assert _hidden(ours, "server-0") == ""
+    assert _hidden(reference, "server-0") == "torch" and _hidden(reference, "worker-0") == ""
+
+
+def _hidden(side: Any, member: str) -> str:
+    """What a member of this side cannot import."""
+    text = "import importlib.util as u; print('' if u.find_spec('torch') else 'torch')"
+    command = [sys.executable, "-c", text, member]
+    environment = {**os.environ, **side.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

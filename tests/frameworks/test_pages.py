@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from tests import forked
 from tests.patience import JOB_PATIENCE, PATIENT_TOML
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_a_script_runs(script: str, command: tuple[str, ...], tmp_path: pathlib.
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
     whole = [sys.executable, *command, "script.py"]
-    done = subprocess.run(whole, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE)
+    done = forked.run(whole, cwd=tmp_path, capture_output=True, text=True, timeout=JOB_PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     if command:
         assert "all 2 workers ended well" in done.stdout, done.stdout

@@ -27,7 +27,8 @@ def test_a_torch_a_jax_and_a_numpy_worker_equal_three_of_one_kind(loads_apart: A
     script = str(EXAMPLES / "mixed_logistic.py")
     for name, more in {"mixed": (), "numpy": ("--framework", "numpy")}.items():
         out = loads_apart.folder / f"{name}.npz"
-        done = loads_apart.run("run", "-w", "3", *options, script, "--steps", "40", "--out", str(out), *more)
+        words = ["run", "-w", "3", *options, script, "--steps", "40", "--out", str(out), *more]
+        done = loads_apart.run(*words, is_forked=False)
         assert done.code == 0, done.output
         with np.load(out) as arrays:
             found[name] = dict(arrays)
