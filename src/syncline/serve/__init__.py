@@ -6,6 +6,7 @@ reading, loading, versions     where versions come from; how they are tried; whi
 batch_policy, batching         when requests become a batch (pure); the thread that calls the model
 limits, metrics                tokens, rates, connections; what is counted
 application, listening         HTTP: routes; uvicorn around them
+openapi, page_files, static/   the description of that API; the page that tries the model in a browser
 grpc_calls                     the same over gRPC
 control, server                `serve-ctl`; all of it together
 exporting                      a torch module with saved weights as ONNX or torch.export (`syncline export`)

@@ -16,6 +16,8 @@ from syncline.serve.batching import BatchAnswer, Batcher
 from syncline.serve.datatypes import RequestError, TensorSpec
 from syncline.serve.limits import ByteBudget, Connections, Gate
 from syncline.serve.metrics import ServingMetrics
+from syncline.serve.openapi import METRICS, description
+from syncline.serve.page_files import HEADERS, is_page, page_file
 from syncline.serve.versions import Versions
 
 log = logging.getLogger("syncline.serve")
@@ -25,8 +27,8 @@ _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
-_OPENMETRICS = b"application/openmetrics-text; version=1.0.0; charset=utf-8"
-_EMPTY = memoryview(b"")
+_OPENMETRICS = f"{METRICS}; version=1.0.0; charset=utf-8".encode()
+_PLACES = ("/v2", "/metrics", "/status", "/openapi.json", "/v2/health/live", "/v2/health/ready")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class ServedModel:
     platform: str
     inputs: tuple[TensorSpec, ...]
     outputs: Callable[[], tuple[TensorSpec, ...]]  #: known when a version was called
+    labels: tuple[str, ...] = ()  #: what the classes are called, for people
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,8 +155,10 @@ class Application:
                 header_length = value
             elif name == b"content-encoding" and value.lower() not in (b"", b"identity"):
                 raise RequestError(415, "the body must not be compressed")
-        if not scope["path"].startswith("/v2/health/"):
-            self._gate.check_token(authorization)
+        path = scope["path"]
+        if not path.startswith("/v2/health/"):
+            if not is_page(path):
+                self._gate.check_token(authorization)
             client = scope.get("client")
             self._gate.check_rate(client[0] if client else "", now)
         if length is not None and length > self._most_bytes:
@@ -225,7 +230,7 @@ class Application:
             raise RequestError(404, f"there is no model {name!r}; this server has {self._model.name!r}")
 
     def _knows(self, path: str) -> bool:
-        return path in ("/v2", "/metrics", "/v2/health/live", "/v2/health/ready") or path.startswith("/v2/models/")
+        return path in _PLACES or path.startswith("/v2/models/") or is_page(path)
 
     def _look(self, path: str) -> _Reply:
         if path == "/v2/health/live":
@@ -237,6 +242,16 @@ class Application:
             return _Reply(200, msgspec.json.encode(self.server_metadata()))
         if path == "/metrics":
             return _Reply(200, self.metrics(), _OPENMETRICS)
+        if path == "/status":
+            return _Reply(200, msgspec.json.encode(self.status()))
+        if path == "/openapi.json":
+            told = description(
+                self._model.name, self._model.inputs, self._release, needs_token=self._gate.needs_token
+            )
+            return _Reply(200, msgspec.json.encode(told))
+        if is_page(path):
+            content, kind = page_file(path)
+            return _Reply(200, content, kind, HEADERS)
         self.check_version(self._version_in(path))
         if path.endswith("/ready"):
             return _Reply(200, b'{"ready":true}') if self.is_ready else _Reply(503, b'{"ready":false}')
@@ -258,6 +273,29 @@ class Application:
             "platform": self._model.platform,
             "inputs": [spec.described() for spec in self._model.inputs],
             "outputs": [spec.described() for spec in self._model.outputs()],
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Versions, latency and queue, for the page."""
+        versions, metrics = self._versions, self._metrics
+        current, canary = versions.current, versions.canary
+        num_answered = metrics.latency.count
+        return {
+            "name": self._model.name,
+            "current": current.name if current is not None else "",
+            "canary": canary.name if canary is not None else "",
+            "share": versions.share,
+            "is_pinned": versions.is_pinned,
+            "versions": [{"name": one.name, "step": one.step} for one in versions.loaded()],
+            "labels": self._model.labels,
+            "num_answered": num_answered,
+            "num_refused": max(0, metrics.num_requests - num_answered),
+            "num_queued": self._batcher.num_queued,
+            "num_connections": len(self._connections),
+            "num_batches": metrics.batch_rows.count,
+            "num_rows": round(metrics.batch_rows.total),
+            "p50_seconds": metrics.latency.quantile(0.5),
+            "p99_seconds": metrics.latency.quantile(0.99),
         }
 
     def metrics(self) -> bytes:

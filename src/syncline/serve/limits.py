@@ -65,6 +65,10 @@ class Gate:
         self._rate = rate
         self._buckets: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
+    @property
+    def needs_token(self) -> bool:
+        return bool(self._expected)
+
     def check_token(self, authorization: bytes) -> None:
         if self._expected and not hmac.compare_digest(authorization, self._expected):
             raise RequestError(401, "send the server's token: Authorization: Bearer TOKEN")

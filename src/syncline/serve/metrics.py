@@ -26,6 +26,11 @@ class Histogram:
     def count(self) -> int:
         return sum(self._counts)
 
+    @property
+    def total(self) -> float:
+        """The sum of all values."""
+        return self._sum
+
     def quantile(self, part: float) -> float:
         """The upper bound under which this part of the values lies; 0.0 if there are none."""
         wanted, seen = part * self.count, 0

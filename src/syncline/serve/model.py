@@ -33,8 +33,8 @@ class LoadedModel(Protocol):
 class ModelFile:
     """`model.py:Net`: a class or function without arguments that returns a torch module, or an object with
     `load(weights)` and a call on NumPy arrays. Beside it the file may define `preprocess(inputs)`,
-    `predict(model, inputs)`, `postprocess(outputs)`, `example` (inputs that the model takes) and
-    `validate(predict)` (metrics of a version).
+    `predict(model, inputs)`, `postprocess(outputs)`, `example` (inputs that the model takes), `labels` (names of
+    classes, for people) and `validate(predict)` (metrics of a version).
     """
 
     def __init__(self, text: str) -> None:
@@ -70,6 +70,10 @@ class ModelFile:
             if hook is not None and hook is not make:
                 self._hooks[name] = hook
         self._example = getattr(module, "example", None)
+        labels = getattr(module, "labels", ())
+        if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
+            raise ConfigError(f"{self.where}: labels must be a list of texts, one for each class")
+        self.labels = tuple(labels)  #: what the classes are called, for people
         self.validate = getattr(module, "validate", None)
         self._made: Any = None
 
@@ -128,7 +132,7 @@ class ModelFile:
 
 
 class _ArrayModel:
-    """A model of NumPy, JAX or Keras: an object that loads named arrays, and is called with arrays."""
+    """A model of NumPy, JAX or Keras: an object that loads named arrays, and is called with arrays by position."""
 
     def __init__(
         self, model: Any, weights: SavedWeights | None, where: str, hooks: Mapping[str, Callable[..., Any]]

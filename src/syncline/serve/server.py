@@ -171,7 +171,11 @@ class InferenceServer:
         stack.callback(control.close)
         connections = Connections(config.max_connections, config.head_seconds, config.idle_seconds)
         model = ServedModel(
-            name=self.name, platform=_platform(self._versions.current), inputs=inputs, outputs=lambda: loading.outputs
+            name=self.name,
+            platform=_platform(self._versions.current),
+            inputs=inputs,
+            outputs=lambda: loading.outputs,
+            labels=self._file.labels,
         )
         gate = Gate(self._token, self._rate)
         messages = Protocol(self.name, inputs, config.max_body)
