@@ -102,6 +102,8 @@ def test_a_picture_gets_its_label(tmp_path: pathlib.Path, browser: Any) -> None:
         wait_until(page, "document.querySelector('#outputs .label')?.textContent === 'bottom left'")
         answer = json.loads(page.locator("#raw pre").text_content())
         assert answer["output"]["scores"] == [0, 0, 1, 0] and answer["output"]["largest"] == 1
+        second = page.locator("#outputs .output:nth-child(2) .label").inner_text()
+        assert second == "1", "a number is no class"
         assert page.locator("#outputs canvas").count() == 1, "an output that is a picture is shown as one"
         assert "version 1" in page.locator("#by").inner_text()
         page.get_by_role("button", name="Clear").click()

@@ -6,7 +6,7 @@ import { el, fill, number, seconds } from "/page/words.js";
 
 const $ = (id) => document.getElementById(id);
 const LOOK_MILLISECONDS = 1000;
-let fields = [], labels = [], last = null, known = "", modelName = "";
+let fields = [], outputs = [], labels = [], last = null, known = "", modelName = "";
 
 const kept = (store) => ({
   get: (name) => { try { return store().getItem(name); } catch { return null; } },
@@ -57,6 +57,7 @@ async function begin() {
     modelName = status.name;
     const model = await ask(`/v2/models/${encodeURIComponent(status.name)}`);
     document.title = `${model.name} · Syncline`;
+    outputs = model.outputs;
     $("name").textContent = model.name;
     $("model").textContent = `POST /v2/models/${model.name}/infer`;
     fields = showInputs($("inputs"), model.inputs);
@@ -88,7 +89,7 @@ $("request").addEventListener("submit", async (event) => {
     const answer = await ask("/predict", JSON.stringify(content));
     const took = (performance.now() - began) / 1000;
     $("by").textContent = `version ${answer.model_version}, ${seconds(took)} with the way here`;
-    showOutputs($("outputs"), answer.output, labels);
+    showOutputs($("outputs"), answer.output, labels, outputs);
     $("raw").hidden = false;
     $("raw").querySelector("pre").textContent = JSON.stringify(answer, null, 1).slice(0, 20_000);
     say("");

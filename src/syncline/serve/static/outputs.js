@@ -4,16 +4,18 @@ import { el, fill, number } from "/page/words.js";
 
 const MOST_SCORES = 10, MOST_VALUES = 200, LEAST_PIXELS = 8;
 
-export function showOutputs(parent, output, labels) {
+// `specs`: the outputs as the model describes them; JSON does not tell 1.0 from the class 1.
+export function showOutputs(parent, output, labels, specs) {
   const isNamed = output !== null && typeof output === "object" && !Array.isArray(output);
   const named = isNamed ? Object.entries(output) : [["", output]];
-  fill(parent, ...named.map(([name, value]) => el("div", { class: "output" }, name ? el("h3", {}, name) : null, ...shown(value, labels))));
+  const isReal = (name) => ((name ? specs.find((spec) => spec.name === name) : specs[0])?.datatype ?? "").startsWith("FP");
+  fill(parent, ...named.map(([name, value]) => el("div", { class: "output" }, name ? el("h3", {}, name) : null, ...shown(value, labels, isReal(name)))));
 }
 
-function shown(value, labels) {
-  if (!Array.isArray(value)) return [el("div", { class: "label" }, labelOf(value, labels))];
+function shown(value, labels, isReal) {
+  if (!Array.isArray(value)) return [el("div", { class: "label" }, labelOf(value, isReal ? [] : labels))];
   const sides = sidesOf(value);
-  if (sides.length === 1 && sides[0] === 1) return shown(value[0], labels);
+  if (sides.length === 1 && sides[0] === 1) return shown(value[0], labels, isReal);
   if (sides.length === 1 && sides[0] > 1 && value.every((one) => typeof one === "number")) return scores(value, labels);
   const picture = pictureOf(value, sides);
   if (picture) return [picture];
