@@ -2,8 +2,8 @@
 start (see `tests/forked.py`).
 
 A forked command does what a new interpreter would do with the same words, without seconds of imports. Frameworks are
-imported here and run nothing: they start their threads in the forked processes. `syncline` has a fork server of its own,
-forked before it has any thread: from that come the processes that it starts itself.
+imported here and run nothing: they start their threads in the forked processes. `syncline` has a fork server of its
+own, forked before it has any thread: from that come the processes that it starts itself.
 """
 
 from __future__ import annotations
