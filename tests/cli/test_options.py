@@ -12,6 +12,7 @@ import pytest
 
 from syncline.cli import roles, run
 from syncline.cli.main import main
+from syncline.cli.options import settings_of
 
 #: For whoever starts the other processes.
 OF_THE_LAUNCHER = {
@@ -73,3 +74,9 @@ def test_every_option_is_shown(command: str, capsys: pytest.CaptureFixture[str],
     shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {"--no-check-finite", "--bad-pushes", "--wait-seconds", "--workers"} <= shown
     assert shown <= {*run.flags(), "--job", "--made", "--epochs"}
+
+
+def test_stages_are_left_to_the_scheduler_by_a_word() -> None:
+    """In syncline.toml, too, it is the number 0."""
+    assert settings_of({"stages": "auto"}) == {"stages": 0} and settings_of({"stages": "2"}) == {"stages": 2}
+    assert settings_of({"stages": None}) == {}

@@ -280,7 +280,7 @@ def test_as_many_stages_as_train_most(commands: Any) -> None:
 
 #: What a script does, and what it is told. Each is an error at the start, and nothing hangs.
 WRONG = {
-    "no example": ("Pipeline(Net(), loss)", "give an example of its inputs with Pipeline(model, loss_fn, example="),
+    "no example": ("Pipeline(Net(), loss)", r"give an example of its inputs with Pipeline\(model, loss_fn, example="),
     "not traced": (
         "Pipeline(Branching(), loss, example=torch.zeros(8, 4))",
         r"Branching cannot be traced: train.py, line \d+ \(if x.sum\(\) > 0:.*stages=\[front, back\].*cut_before=",

@@ -252,8 +252,8 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
             settings[name] = False
     if (every := settings.get("sync_every", "auto")) != "auto":
         settings["sync_every"] = _steps("--sync-every", every, "a number of steps")
-    if (stages := settings.get("stages", "auto")) != "auto":
-        settings["stages"] = _steps("--stages", stages, "a number")
+    if (stages := settings.get("stages")) is not None:
+        settings["stages"] = 0 if stages == "auto" else _steps("--stages", stages, "a number")
     if (count := settings.get("micro_batches", "auto")) != "auto":
         settings["micro_batches"] = _steps("--micro-batches", count, "a number")
     if "save_memory" in settings:
