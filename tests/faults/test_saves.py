@@ -49,11 +49,13 @@ def test_a_death_at_this_point_leaves_the_last_or_the_one_before(
     assert again.code == 0, again.output
     told = rf"resumes from \S+/{names[-1]}: step \d+, epoch \d, saved \d+ s ago by \d servers? and 2 workers"
     assert re.search(told, again.output), again.output
-    assert saved(saves)[-1].endswith(f"step-{NUM_SAMPLES // 8 * EPOCHS}"), "the end of the job is saved too"
     assert "is skipped" not in again.output, "what was not finished is no checkpoint, and is not taken for one"
     assert once_each(result(again.output)[1]), again.output
-    if role != "worker":  # else others went on without it for some rounds
-        assert result(again.output) == expected()
+    num_steps = int(saved(saves)[-1].rpartition("-")[2])  # the end of the job is saved too
+    if role == "worker":  # others went on without it for some rounds, which had fewer samples
+        assert num_steps >= NUM_SAMPLES // 8 * EPOCHS
+    else:
+        assert num_steps == NUM_SAMPLES // 8 * EPOCHS and result(again.output) == expected()
 
 
 @pytest.mark.slow
