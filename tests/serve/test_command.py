@@ -19,11 +19,12 @@ from tests import forked
 from tests.patience import PATIENCE
 from tests.serve.saved import MODEL, Caller, expected, save
 
-#: Answers nothing, not even when it is warmed up, while there is a file `wait`.
+#: Answers nothing while there is a file `wait`; says with a file `busy` that it is asked.
 SLOW = MODEL.replace(
     "        super().__init__(4, 3)\n",
     "        super().__init__(4, 3)\n\n    def forward(self, x):\n        import pathlib, time\n"
-    "        while pathlib.Path('wait').exists():\n            time.sleep(0.01)\n        return super().forward(x)\n",
+    "        while pathlib.Path('wait').exists():\n            pathlib.Path('busy').touch()\n"
+    "            time.sleep(0.01)\n        return super().forward(x)\n",
 )
 
 
@@ -87,10 +88,14 @@ def test_ctrl_c_answers_open_requests_and_ends(tmp_path: pathlib.Path) -> None:
                 answers.append(call.post("/predict", {"input": [1, 1, 1, 1]})[0])
 
         threads = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in threads:
+        deadline = time.monotonic() + PATIENCE
+        threads[0].start()
+        while not (tmp_path / "busy").exists():  # the others come while it is
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for thread in threads[1:]:
             thread.start()
         with Caller(url) as call:
-            deadline = time.monotonic() + PATIENCE
             while b"\nsyncline_queue_requests 2\n" not in call("GET", "/metrics")[2]:
                 assert time.monotonic() < deadline and not answers
         process.send_signal(signal.SIGINT)

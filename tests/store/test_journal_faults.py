@@ -76,7 +76,7 @@ def test_killed_in_the_middle_of_saves(tmp_path: pathlib.Path) -> None:
     """SIGKILL at any moment: the last save that returned or the one under way is there, and whole."""
     path = tmp_path / "journal.db"
     journal = Journal.create(path, "a")
-    journal.save(b"%09d" % 0 * 20000, {0: b""}, drop=[0])
+    journal.save(b"%09d" % 0 * 20000)
     journal.close()
     chance, found = random.Random(7), 0
     for _ in range(8):

@@ -12,6 +12,7 @@ import pytest
 from tests.patience import PATIENCE
 from tests.pushing import SGD, floats, push, register, residual_of
 
+from syncline.coordinator import saves
 from syncline.core.codecs.topk import TopK
 from syncline.core.layout import to_ranges
 from syncline.core.rule import Rule
@@ -244,8 +245,9 @@ def _push_of(job: Job, values: Any) -> Any:
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_residuals_are_saved_and_put_back(tmp_path: pathlib.Path) -> None:
+def test_residuals_are_saved_and_put_back(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a script that has nothing of its own to be saved, and reads no loader."""
+    monkeypatch.setattr(saves, "EXPECT_SECONDS", PATIENCE)  # else a slow worker's are left out
     settings = {"transport": "tcp", "codec": "topk:0.25", "checkpoint": str(tmp_path / "saved")}
 
     def first(job: Job) -> None:
