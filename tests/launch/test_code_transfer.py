@@ -91,3 +91,16 @@ def test_the_other_side_bounds_what_it_takes(tmp_path: pathlib.Path, monkeypatch
     with pytest.raises(ConfigError, match="are sent"):
         receive(tmp_path, stream_of(entry("a", 6), entry("b", 6)))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("what", ["folder", "file outside of the working folder"])
+def test_what_lies_elsewhere_is_not_sent_and_not_left_out_in_silence(tmp_path: pathlib.Path, what: str) -> None:
+    folder, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "key").write_text("secret")
+    (folder / "link").symlink_to(elsewhere if what == "folder" else elsewhere / "key")
+    with pytest.raises(ConfigError, match=f"--sync-code: link is a link to a {what}.*synclineignore"):
+        collect(folder, [])
+    (folder / ".synclineignore").write_text("link\n")
+    assert [file.path for file in collect(folder, [])] == [".synclineignore"]

@@ -75,14 +75,14 @@ def test_versions_that_differ_are_named_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    ("remote", "said"),
+    ("remote", "seconds", "said"),
     [
-        ("false {host}", r"host a: false a .* ended with exit code 1; each host needs the same Python"),
-        ("no-such-command {host}", r"host a: no-such-command .* cannot be started"),
-        ("sh -c 'echo not allowed >&2; exit 3' {host}", r"ended with exit code 3: not allowed; each"),
-        ("sh -c 'echo welcome; exec sleep 600' {host}", r"has not answered within 2 s"),
+        ("false {host}", PATIENCE, r"host a: false a .* ended with exit code 1; each host needs the same Python"),
+        ("no-such-command {host}", PATIENCE, r"host a: no-such-command .* cannot be started"),
+        ("sh -c 'echo not allowed >&2; exit 3' {host}", PATIENCE, r"ended with exit code 3: not allowed; each"),
+        ("sh -c 'echo welcome; exec sleep 600' {host}", 2.0, r"has not answered within 2 s"),
     ],
 )
-def test_a_host_that_does_not_answer_is_named(here: pathlib.Path, remote: str, said: str) -> None:
+def test_a_host_that_does_not_answer_is_named(here: pathlib.Path, remote: str, seconds: float, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        greet(["a"], remote, "train.py", 2.0)
+        greet(["a"], remote, "train.py", seconds)

@@ -73,10 +73,14 @@ def _start(command: list[str], told: bytes, seconds: float) -> None:
                 break
             answer += chunk
     if not answer.endswith(_STARTED):
-        if process.poll() is None and not answer:
+        said = answer.decode("utf-8", "replace").strip().removeprefix("syncline: ")
+        if process.poll() is None:
             process.terminate()
-            raise ConfigError(f"the launcher has not started within {seconds:g} s; it was told to end")
-        raise ConfigError(answer.decode("utf-8", "replace").strip().removeprefix("syncline: ") or "it ended at once")
+            raise ConfigError(
+                f"the launcher has not started within {seconds:g} s; it was told to end"
+                + (f": {said}" if said else "")
+            )
+        raise ConfigError(said or "it ended at once")
 
 
 def _screen(config: JobConfig) -> TerminalScreen:

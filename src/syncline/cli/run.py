@@ -139,6 +139,10 @@ def run(
     given, config, target = prepare(told)
     if log_format not in (None, "text", "json"):
         raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
+    if detach and (quiet or log_format == "json"):
+        raise ConfigError(
+            "--quiet and --log-format are for a job that has your terminal: leave them out, or --detach"
+        )
     look_at_hosts(config, target, sync_code=sync_code)
     if detach:
         from syncline.cli.attach import run_detached

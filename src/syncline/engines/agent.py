@@ -26,7 +26,7 @@ from syncline import config as configuration
 from syncline.core.wire import agents as wire
 from syncline.core.wire.message import Message
 from syncline.engines.awake import AwakeClock
-from syncline.errors import ConnectionLost, ProtocolError, SynclineError, WaitTimeout
+from syncline.errors import ConfigError, ConnectionLost, ProtocolError, SynclineError, WaitTimeout
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.forwarding import Forwarder
 from syncline.launch.jobfile import JobFile
@@ -40,6 +40,8 @@ from syncline.net.transport import Buffer, Connection, Peer
 ALIVE_SECONDS, LOST_SECONDS = 1.0, 10.0
 POLL_SECONDS = 0.02
 AGAIN_SECONDS = 0.2
+#: For a launcher to see that an agent's connection is lost, before its refusal of another one counts.
+REFUSED_SECONDS = 3 * LOST_SECONDS
 ANSWER_SECONDS = 10.0
 #: For a member's last output, which a process that it has left behind may hold back.
 LAST_OUTPUT_SECONDS = 0.5
@@ -209,6 +211,12 @@ class Agent:
                 endpoint.close()
                 if not again:
                     raise
+                continue
+            except ConfigError:
+                endpoint.close()
+                if not again or clock.seconds() > REFUSED_SECONDS:
+                    raise
+                time.sleep(AGAIN_SECONDS)  # the launcher may not have noticed yet that the connection before is lost
                 continue
             return endpoint
         return None

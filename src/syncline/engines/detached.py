@@ -192,6 +192,7 @@ class _Leading:
 
     def __init__(self, job: DetachedJob, config: JobConfig, held: _Held, commands: StartCommands) -> None:
         self._job, self._config, self._held, self._commands = job, config, held, commands
+        self._was_told = False  # to end
 
     def run(
         self, screen_of: ScreenOf, started: Callable[[], None], *, takes_over: bool, starter_seconds: float = 0.0
@@ -259,9 +260,12 @@ class _Leading:
             None,
         ):  # the launcher does not hear it yet, or any more
             raise ConfigError("the job is starting or ending; try again")
-        os.kill(os.getpid(), signal.SIGTERM)
+        # A second signal breaks off the save, and a question may come twice.
+        is_first, self._was_told = not self._was_told, True
+        if is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
         if at_once:
-            time.sleep(SECOND_SIGNAL_SECONDS)  # two at the same time are one
+            time.sleep(SECOND_SIGNAL_SECONDS if is_first else 0.0)  # two at the same time are one
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -57,17 +57,28 @@ def collect(folder: pathlib.Path, left_out: Sequence[pathlib.Path]) -> list[File
             if not _matches(below / name, patterns) and (here / name).resolve() not in excluded
             and not (here / name / _ENVIRONMENT).exists()
         )  # fmt: skip
+        for name in folders:
+            if (here / name).is_symlink():
+                raise _linked(below / name, "folder")
         for name in sorted(names):
             if _matches(below / name, patterns) or (here / name).resolve() in excluded:
                 continue
             with contextlib.suppress(OSError):
                 status = (here / name).stat()
+                if (here / name).is_symlink() and not (here / name).resolve().is_relative_to(folder.resolve()):
+                    raise _linked(below / name, "file outside of the working folder")
                 if stat.S_ISREG(status.st_mode):
                     found.append(File(str(below / name), status.st_size))
         if len(found) > 10 * MOST_FILES:
             break
     _check(folder, found)
     return found
+
+
+def _linked(path: pathlib.Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"--sync-code: {path} is a link to a {what}, which is not sent; copy it here, or name it in {IGNORED}"
+    )
 
 
 def _ignored(folder: pathlib.Path) -> list[str]:
@@ -105,7 +116,13 @@ def send(folder: pathlib.Path, files: Sequence[File], out: IO[bytes]) -> None:
     """Writes them as one stream. A file that has grown since is sent as it was; one that is gone is left out."""
     with tarfile.open(fileobj=out, mode="w|") as stream:
         for file in files:
-            with contextlib.suppress(FileNotFoundError), open(folder / file.path, "rb") as source:
+            try:
+                descriptor = os.open(folder / file.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"--sync-code: {file.path} cannot be read: {error.strerror or error}") from None
+            with open(descriptor, "rb") as source:
                 status = os.fstat(source.fileno())
                 about = tarfile.TarInfo(file.path)
                 about.size = min(file.size_bytes, status.st_size)

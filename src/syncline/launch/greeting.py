@@ -107,9 +107,10 @@ def _marked(folder: pathlib.Path, is_needed: bool) -> Iterator[str]:
     mark = folder / f".syncline-{secrets.token_hex(8)}"
     try:
         mark.touch()
-        yield mark.name
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    try:
+        yield mark.name
     finally:
         mark.unlink(missing_ok=True)
 
@@ -160,7 +161,10 @@ def _talk(process: subprocess.Popen[bytes], host: str, greeting: Greeting, visit
     for line in process.stdout:
         text = line.decode("utf-8", "replace")
         if text.startswith(_MARK):
-            answer = msgspec.json.decode(text.removeprefix(_MARK), type=HostAnswer)
+            try:
+                answer = msgspec.json.decode(text.removeprefix(_MARK), type=HostAnswer)
+            except msgspec.MsgspecError as error:
+                raise ConfigError(f"host {host} has another syncline: its answer is wrong: {error}") from None
             break
     if answer is None:
         return None

@@ -91,7 +91,9 @@ class TracedModel:
                 program.save(str(part), external_data=False)
             difference = None
             if importlib.util.find_spec("onnxruntime") is not None:
-                difference = self._difference(self._run_onnx(part), path)
+                with self._explained("ONNX"):
+                    answered = self._run_onnx(part)
+                difference = self._difference(answered, path)
             with open(part, "rb") as file:
                 os.fsync(file.fileno())
         return difference

@@ -30,7 +30,9 @@ function labelOf(value, labels) {
 // Scores of classes, the largest first; a long list of other numbers looks the same and is cut.
 function scores(values, labels) {
   const order = values.map((_, index) => index).sort((a, b) => values[b] - values[a]);
-  const low = Math.min(0, ...values), span = Math.max(...values) - low || 1;
+  // Not Math.min(...values): a call takes some 100,000 arguments at most.
+  const [low, high] = values.reduce(([a, b], one) => [Math.min(a, one), Math.max(b, one)], [0, -Infinity]);
+  const span = high - low || 1;
   const rows = order.slice(0, MOST_SCORES).map((index, place) => {
     const meter = el("i");
     meter.style.width = `${(100 * (values[index] - low) / span).toFixed(1)}%`;
