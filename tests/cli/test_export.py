@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from tests.report.made import make_run
 from tests.serve.saved import MODEL, arrays, save
 from typer.testing import CliRunner
 
 from syncline.cli.main import app
 from syncline.errors import ConfigError, StoreError
-from syncline.launch import jobfile
 
 
 def export(*words: object) -> str:
@@ -48,12 +48,11 @@ def test_of_a_run_the_best_is_taken_and_of_a_folder_too(tmp_path: pathlib.Path) 
         assert number_in(out) == number and "KiB" in said, source
 
 
-def test_a_run_that_saves_elsewhere_is_found_by_its_job_file(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_has_ended_and_saved_elsewhere_is_found_by_its_settings(tmp_path: pathlib.Path) -> None:
     saves = tmp_path / "saves"
     save(saves, 4)
-    for name, given in (("with", {"checkpoint": str(saves)}), ("without", {})):
-        (tmp_path / name).mkdir()
-        jobfile.write(tmp_path / name / "job.json", jobfile.new("127.0.0.1", 1, given))
+    make_run(tmp_path / "with", checkpoint=str(saves))
+    make_run(tmp_path / "without")
     export(tmp_path / "with", "--safetensors", tmp_path / "a.safetensors")
     assert number_in(tmp_path / "a.safetensors") == 4
     with pytest.raises(ConfigError, match="has saved nothing"):

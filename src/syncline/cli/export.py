@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from syncline.errors import ConfigError
-from syncline.launch import jobfile
-from syncline.launch.folder import JOB_FILE
+from syncline.launch.folder import JOURNAL
+from syncline.report.reading import read_run
 from syncline.store import weights
 from syncline.store.checkpoints import POINTERS, pointed
 from syncline.store.disk import MANIFEST
 from syncline.store.folders import open_folder
+from syncline.store.series import SERIES
 
 if TYPE_CHECKING:
     from syncline.serve.exporting import TracedModel
@@ -116,8 +117,8 @@ def chosen(source: str, pick: str) -> str:
     if not folder.exists(MANIFEST) and folder.name not in POINTERS:
         if folder.join(_OF_A_RUN).list():
             source = os.path.join(source, _OF_A_RUN)
-        elif folder.exists(JOB_FILE):
-            saves = jobfile.read(pathlib.Path(source) / JOB_FILE).given.get("checkpoint")
+        elif folder.exists(SERIES) or folder.exists(JOURNAL):
+            saves = read_run(pathlib.Path(source)).settings.get("checkpoint")
             if not saves:
                 raise ConfigError(f"the run in {source} has saved nothing: it had no --checkpoint DIR")
             source = str(saves)
