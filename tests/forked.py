@@ -109,7 +109,7 @@ class Popen(_Plain):  # type: ignore[type-arg]
     """`subprocess.Popen`, which forks where it can."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        # The places of these are those of Python 3.11 to 3.14.
+        # The places of these are those of Python 3.11 to 3.13.
         executable, preexec_fn, _, pass_fds, cwd, env, _, _, shell = rest[:9]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[9:15]
         environment = dict(os.environ if env is None else env)
