@@ -41,7 +41,7 @@ def test_the_best_file_has_the_best_metric_of_the_run(policy: str, average: str,
         "2",
     ]
     options += ["--stop", "accuracy.plateau(2)", *(["--average", average] if average else [])]
-    command = [sys.executable, "-m", "syncline", "run", *options, str(SCRIPT), "400steps", "12"]
+    command = [sys.executable, "-m", "syncline", "run", *options, str(SCRIPT), "100steps", "4"]
     done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told

@@ -19,9 +19,9 @@ from .faults import KINDS, RING, SAVES, SPARE, scenario_of
 from .job import play
 from .world import Violation
 
-QUICK, PROOF, SOAK = 100, 3_000, 200_000
+QUICK, PROOF, SOAK = 100, 2_000, 200_000
 QUICK_SAVES, PROOF_SAVES = 40, 500
-QUICK_RINGS, PROOF_RINGS = 30, 1_000
+QUICK_RINGS, PROOF_RINGS = 30, 800
 MOST_FOR_A_BUG = 2_000
 
 
