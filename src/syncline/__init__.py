@@ -8,6 +8,7 @@ worker/  server/  coordinator/      the three roles, each inside its process
 collectives                what workers do together
 torch/   jax/   data/      thin adapters, data sets
 launch/                    init(), local processes, other hosts
+page/  sinks/              what a job does, in a browser; its metrics in TensorBoard and MLflow
 serve/                     a trained model answers requests
 testing/                   whole jobs inside one process
 bench/                     `syncline bench`: this machine against its floors
@@ -44,6 +45,7 @@ if typing.TYPE_CHECKING:
     import torch
 
     from syncline.core.codecs.codec import Codec
+    from syncline.core.media import Histogram, Image, Text
     from syncline.core.rule import Rule
     from syncline.launch.start import init
     from syncline.worker.checkpoint.rng_state import seed_everything
@@ -59,6 +61,8 @@ __all__ = [
     "DataError",
     "FencedError",
     "FrameError",
+    "Histogram",
+    "Image",
     "Job",
     "JobFailed",
     "LayoutError",
@@ -68,6 +72,7 @@ __all__ = [
     "Stopped",
     "StoreError",
     "SynclineError",
+    "Text",
     "TokenError",
     "VersionError",
     "WaitTimeout",
@@ -81,8 +86,11 @@ __all__ = [
 #: Imported when they are first used: the command line, and scripts that only ask for the version, start at once.
 _LATER = {
     "Codec": "syncline.core.codecs.codec",
+    "Histogram": "syncline.core.media",
+    "Image": "syncline.core.media",
     "Job": "syncline.worker.job",
     "Rule": "syncline.core.rule",
+    "Text": "syncline.core.media",
     "current_job": "syncline.worker.current",
     "init": "syncline.launch.start",
     "seed_everything": "syncline.worker.checkpoint.rng_state",

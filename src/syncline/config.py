@@ -35,6 +35,7 @@ LAUNCH_ONLY = frozenset(
         "name",
         "bind",
         "page",
+        "sink",
         "profile",
         "trace",
         "runs",
@@ -129,6 +130,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  #: name of the job and of its folder under runs/
     bind: str = ""  #: address[:port] on which the coordinator listens
     page: str = "auto"  #: the web page: auto (loopback, where its extra is installed), off, [ADDRESS:]PORT
+    sink: tuple[str, ...] = ()  #: where metrics go besides: tensorboard (where installed), mlflow://…, or off
     hosts: str = ""  #: a:4,b:4 — workers per host
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
     cores: str = ""  #: auto: every member of a host gets cores of its own, and as many threads
@@ -182,8 +184,8 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             known, near = ", ".join(sorted(_FIELDS)), difflib.get_close_matches(key, _FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{source}: unknown setting {key!r}; choose from: {known}{hint}")
-        if key == "stop" and isinstance(value, str):
-            value = (value,)  # one rule needs no list
+        if key in ("stop", "sink") and isinstance(value, str):
+            value = (value,)  # one needs no list
         if key == "stages" and value == "auto":
             value = 0
         if key == "sync_every" and isinstance(value, str) and value != "auto":

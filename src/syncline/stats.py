@@ -299,6 +299,7 @@ class JobLook(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[JobVerdict, ...] = ()
     events: tuple[Event, ...] = ()  #: since the look before
     readings: tuple[tuple[str, int, float, float | None], ...] = ()  #: likewise: metric, step, wall clock, value
+    media: tuple[str, ...] = ()  #: likewise: names of images, histograms and texts
 
 
 class EpochProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,10 @@ from tests.coordinator.played import Job, jobs, until
 
 from syncline.coordinator import recording
 from syncline.coordinator.recording import Recorder, StepPace
+from syncline.core.media import GiveMedia, MediaItem, Text
 from syncline.core.metrics import Metrics
 from syncline.core.wire.control import AskWhy, GivenWhy, Heartbeat
+from syncline.errors import ProtocolError
 from syncline.stats import JobFigures, JobLook, JobVerdict, MemberStats, ProcessStats
 from syncline.store import lines
 from syncline.store.lines import read_lines
@@ -54,6 +56,30 @@ def test_it_writes_what_happens(jobs: Jobs, tmp_path: pathlib.Path, monkeypatch:
     assert reader.curve("loss").value == [0.5] and reader.facts().keys() >= {"look", "settings"}
     assert 7.0 in reader.rows("worker-0").columns["memory_bytes"]
     assert seen[-1].figures.members and [look.number for look in seen] == sorted(look.number for look in seen)
+
+
+def test_media_are_kept_the_newest_of_a_look(
+    jobs: Jobs, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers report the same name between two looks: the job has one, and who reported it."""
+    job = jobs().begin()
+    own = recorder(job, tmp_path)
+    for worker in ("worker-0", "worker-1"):
+        items = [MediaItem("sample/text", "text", 3, Text(worker).content("x"))]
+        job[worker].ask(GiveMedia(items))
+    job["worker-0"].ask(GiveMedia([MediaItem("odd", "text", 4, b"o")]))
+    with pytest.raises(ProtocolError, match=r"worker-0 reports media that cannot be shown: 'bad' is no PNG"):
+        job["worker-0"].ask(GiveMedia([MediaItem("bad", "image", 4, b"no picture")]))
+    seen: list[JobLook] = []
+    own.watch(seen.append)
+    monkeypatch.setattr(recording, "LOOK_SECONDS", 0.02)
+    own.start()
+    until(lambda: len(seen) > 1, "there are looks")
+    own.close()
+    assert seen[0].media == ("sample/text", "odd") and not any(look.media for look in seen[1:])
+    reader = SeriesReader(tmp_path / "series.db")
+    kept = {(one.name, one.member, one.step): reader.media_content(one.id) for one in reader.media()}
+    assert kept == {("sample/text", "worker-1", 3): ("text", b"worker-1"), ("odd", "worker-0", 4): ("text", b"o")}
 
 
 def test_another_coordinator_numbers_events_on(jobs: Jobs, tmp_path: pathlib.Path) -> None:
@@ -103,7 +129,7 @@ def test_a_disk_that_stands_still_holds_up_no_look(
     monkeypatch.setattr(recording, "LOOK_SECONDS", 0.005)
     monkeypatch.setattr(recording, "END_SECONDS", 0.05)
     stuck = threading.Event()
-    monkeypatch.setattr(recording.RunFiles, "write", lambda files, look: stuck.wait())
+    monkeypatch.setattr(recording.RunFiles, "write", lambda *given: stuck.wait())
     own = recorder(jobs().begin(), tmp_path)
     seen: list[JobLook] = []
     own.watch(seen.append)
@@ -119,7 +145,7 @@ def test_a_bug_here_fails_no_job(jobs: Jobs, tmp_path: pathlib.Path, monkeypatch
     said: list[str] = []
     monkeypatch.setattr(job.coordinator.job, "log_line", said.append)
     own = recorder(job, tmp_path)
-    monkeypatch.setattr(own, "look", lambda: 1 / 0)
+    monkeypatch.setattr(own, "look", lambda media: 1 / 0)
     own.start()
     until(lambda: bool(said), "it is said")
     time.sleep(0.05)

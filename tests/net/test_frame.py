@@ -104,7 +104,7 @@ def test_the_table_in_the_docstring_is_the_header() -> None:
     ("change", "kind", "message"),
     [
         ({0: b"HTTP"}, FrameError, "not a frame of ours: it begins with b'HTTP'"),
-        ({4: b"\x01"}, VersionError, "the other side speaks protocol 1, this one 17; use one version of syncline"),
+        ({4: b"\x01"}, VersionError, "the other side speaks protocol 1, this one 18; use one version of syncline"),
         ({5: b"\x04"}, FrameError, "unknown flags 0x4"),
         ({5: b"\xff"}, FrameError, "unknown flags 0xff"),
         ({6: b"\xff\xff"}, FrameError, "unknown kind 65535"),

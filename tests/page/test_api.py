@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 from tests.page.served import WAIT, Served, look, served
 from tests.patience import PATIENCE
 
+from syncline.core.media import Histogram, Image, MediaItem
 from syncline.core.series import point
 from syncline.errors import ConfigError
 from syncline.page import serving
@@ -22,6 +24,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+MEDIA = [
+    MediaItem("shown", "image", 3, Image(np.zeros((4, 5))).content("shown")),
+    MediaItem("weights", "histogram", 4, Histogram([1.0, 2.0]).content("weights")),
+    MediaItem("said", "text", 5, b"<script>alert(1)</script>"),
+]
 ODD = 'a/b"<script>&name=ü'
 
 
@@ -34,6 +41,7 @@ def page(tmp_path: pathlib.Path) -> Iterator[Served]:
         facts = {"look": msgspec.json.encode(look(50, verdict="all ended well")), "settings": b'{"workers":2}'}
         for k in range(20):
             writer.write(1e9 + k, {"": {"step": k}, "worker-0": {"cores": 1.0}}, points if not k else (), facts)
+        writer.write(1e9 + 20, {}, media=[(item, 1e9, "worker-0") for item in MEDIA])
         writer.close()
         (tmp_path / name / "events.jsonl").write_text(
             '{"number":1,"at":1.0,"step":0,"kind":"join","text":"x"}\n' + ("damage\n" if name == "before" else "")
@@ -47,7 +55,8 @@ def page(tmp_path: pathlib.Path) -> Iterator[Served]:
 
 EVERYTHING = (
     "/", "/app.js", "/style.css", "/uplot.js", "/api/v1/runs", "/api/v1/runs/now", "/api/v1/runs/now/rows",
-    "/api/v1/runs/now/curves", "/api/v1/runs/now/events", "/api/v1/stream", "/api/v1/openapi.json", "/metrics",
+    "/api/v1/runs/now/curves", "/api/v1/runs/now/events", "/api/v1/runs/now/media",
+    "/api/v1/runs/now/media/1", "/api/v1/stream", "/api/v1/openapi.json", "/metrics",
     "/none",
 )  # fmt: skip
 
@@ -123,6 +132,20 @@ def test_runs_that_go_on_and_runs_that_have_ended(page: Served) -> None:
     assert odd[ODD]["value"] == [2.0] and odd["gone"]["value"] == []
 
 
+def test_media_are_served_as_what_they_are(page: Served) -> None:
+    """A text is never read as a page: its type is plain, and browsers must not guess another."""
+    told = page.json("/api/v1/runs/now/media")["media"]
+    assert [(one["name"], one["kind"], one["step"], one["member"]) for one in told] == [
+        (item.name, item.kind, item.step, "worker-0") for item in MEDIA
+    ]
+    kinds = []
+    for one, item in zip(told, MEDIA, strict=True):
+        status, headers, body = page.get(f"/api/v1/runs/now/media/{one['id']}")
+        assert status == 200 and body == item.content and headers["x-content-type-options"] == "nosniff"
+        kinds.append(headers["content-type"])
+    assert kinds == ["image/png", "application/json", "text/plain; charset=utf-8"]
+
+
 def test_a_damaged_event_file_is_shown_up_to_the_damage(page: Served) -> None:
     told = page.json("/api/v1/runs/before/events")
     assert [one["text"] for one in told["events"]] == ["x"] and "line 2" in told["damage"]
@@ -145,6 +168,10 @@ def test_a_damaged_event_file_is_shown_up_to_the_damage(page: Served) -> None:
         ("/api/v1/runs/now/curves?most=1e9", 400, "most"),
         ("/api/v1/runs/now/curves?" + "name=x&" * 65, 400, "at most 64"),
         ("/api/v1/runs/now/events?after=x", 400, "after"),
+        ("/api/v1/runs/now/media/99", 404, "now has no media of id 99"),
+        ("/api/v1/runs/now/media/x", 400, "id: give a number"),
+        ("/api/v1/runs/now/media/-1", 400, "id: give a number"),
+        ("/api/v1/runs/other/media", 404, "there is no run other"),
         ("/api/v1/nothing", 404, "openapi.json"),
         ("/style.css/..", 404, ""),
         ("/static/../../pyproject.toml", 404, ""),
@@ -165,7 +192,7 @@ def test_a_damaged_series_says_so(page: Served, tmp_path: pathlib.Path) -> None:
 def test_the_description_fits_the_routes(page: Served) -> None:
     told = page.json("/api/v1/openapi.json")
     for path in told["paths"]:
-        answer = page.get(path.replace("{run}", "now"), method="HEAD")
+        answer = page.get(path.replace("{run}", "now").replace("{id}", "1"), method="HEAD")
         assert answer[0] == 200, path
     assert "JobFigures" in told["components"]["schemas"]
 

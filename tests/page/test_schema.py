@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import pytest
 from tests.page.served import look, served
 
+from syncline.core.media import Histogram, Image, MediaItem
 from syncline.core.series import point
 from syncline.store.series import SeriesWriter
 
@@ -21,6 +23,12 @@ def test_the_api_keeps_to_its_description(tmp_path: pathlib.Path) -> None:
     folder.mkdir()
     writer = SeriesWriter(folder / "series.db")
     writer.write(1.0, {"": {"step": 1}, "worker-0": {"cores": 1.0}}, [("loss", point(1, 1.0, 2.0))])
+    items = [
+        MediaItem("a", "image", 1, Image(np.zeros((2, 2))).content("a")),
+        MediaItem("b", "histogram", 1, Histogram([1.0]).content("b")),
+        MediaItem("c", "text", 1, b"text"),
+    ]
+    writer.write(2.0, {}, media=[(item, 1.0, "worker-0") for item in items])
     writer.close()
     (folder / "events.jsonl").write_text('{"number":1,"at":1.0,"step":0,"kind":"join","text":"x"}\n')
     num_asked = 0

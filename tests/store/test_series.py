@@ -11,9 +11,10 @@ import pathlib
 
 import pytest
 
+from syncline.core.media import MOST_MEDIA, MediaItem
 from syncline.core.series import JOB, MEMBER, point
 from syncline.errors import StoreError
-from syncline.store import series
+from syncline.store import media, series
 from syncline.store.lines import LinesWriter, parts, read_lines
 from syncline.store.series import SeriesReader, SeriesWriter
 
@@ -181,3 +182,49 @@ def test_a_link_is_not_followed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(StoreError):
         LinesWriter(tmp_path / "events.jsonl", 1000)
     assert (tmp_path / "other").read_text() == "precious"
+
+
+# -- images, histograms and texts -------------------------------------------------------------------------
+
+
+def test_media_of_a_name_are_thinned_and_the_newest_stays(path: pathlib.Path) -> None:
+    writer, reader = SeriesWriter(path), SeriesReader(path)
+    for step in range(1000):
+        writer.write(step, {}, media=[(MediaItem("a", "image", step, b"%d" % step), float(step), "worker-0")])
+    kept = [one.step for one in reader.media()]
+    assert 15 <= len(kept) <= media.MOST_OF_A_NAME["image"] and kept == sorted(kept)
+    assert kept[-1] == 999 and kept[0] < 100, "spread over the run"
+    assert reader.media_content(reader.media()[-1].id) == ("image", b"999")
+    writer.close()
+
+
+def test_all_media_together_are_bounded(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after another coordinator has taken over, and where every name has one only."""
+    monkeypatch.setattr(media, "MOST_BYTES", 100_000)
+    for life in range(3):
+        writer = SeriesWriter(path)
+        for step in range(100):
+            items = [MediaItem(f"n{(7 * step + k) % 50}", "text", step, bytes(4_000)) for k in range(3)]
+            writer.write(step, {}, media=[(item, 1.0, "worker-0") for item in items])
+        writer.close()
+        kept = SeriesReader(path).media()
+        assert sum(one.num_bytes for one in kept) <= 100_000 and len(kept) > 20, life
+        assert max(one.step for one in kept) == 99
+
+
+def test_too_many_names_of_media_are_left_out(path: pathlib.Path) -> None:
+    writer = SeriesWriter(path)
+    writer.write(1.0, {}, media=[(MediaItem(f"n{k}", "text", 1, b"x"), 1.0, "w") for k in range(MOST_MEDIA + 50)])
+    assert len(SeriesReader(path).media()) == MOST_MEDIA
+    writer.close()
+
+
+def test_a_run_from_before_there_were_media_has_none(path: pathlib.Path) -> None:
+    import sqlite3
+
+    SeriesWriter(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE media")
+    assert SeriesReader(path).media() == [] and SeriesReader(path).media_content(1) is None
+    SeriesWriter(path).close()
+    assert SeriesReader(path).media() == []

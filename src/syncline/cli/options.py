@@ -146,6 +146,14 @@ def _options(
             help="Where the web page is, or off. [default: a free port of loopback, with the extra `page`]",
         ),
     ] = None,
+    sink: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SINK",
+            help="Where metrics go besides the run's folder: tensorboard, mlflow://HOST:PORT, mlflow:///FOLDER or "
+            "off. Said several times: all of them. [default: tensorboard, where it is installed]",
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(

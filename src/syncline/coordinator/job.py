@@ -17,6 +17,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.core.layout import Segment
 from syncline.core.liveness import Liveness
+from syncline.core.media import MediaItem, ReportedMedia
 from syncline.core.membership import JobState, Membership, Outcome
 from syncline.core.reconfigure import Planner
 from syncline.core.registry import Registry
@@ -32,6 +33,8 @@ from syncline.stats import JobLook, JobVerdict, MemberStats
 MOST_EVENTS = 50
 #: Events and readings that are kept until they are recorded; beyond this, the oldest are dropped.
 MOST_FRESH = 10_000
+#: Likewise of media: names, the newest of each.
+MOST_FRESH_MEDIA = 50
 #: How often a wait for servers checks whether something more urgent has come up.
 _POLL_SECONDS = 0.01
 
@@ -152,6 +155,7 @@ class JobContext:
         self.events: collections.deque[str] = collections.deque(maxlen=MOST_EVENTS)
         self.fresh_events: collections.deque[FreshEvent] = collections.deque(maxlen=MOST_FRESH)
         self.fresh_readings: collections.deque[FreshReading] = collections.deque(maxlen=MOST_FRESH)
+        self.fresh_media: dict[str, ReportedMedia] = {}  # by name
         self.retiring: set[str] = set()
         self.evicted: dict[str, str] = {}  # names, with the reason
         self.began = time.monotonic()
@@ -229,6 +233,19 @@ class JobContext:
     def note_reading(self, name: str, step: int, value: float) -> None:
         """A reading of the job, for the page and metrics.jsonl."""
         self.fresh_readings.append(FreshReading(time.time(), name, step, value))
+
+    def note_media(self, member: str, item: MediaItem) -> None:
+        """Under the lock: something to look at, for the page and the sinks."""
+        self.fresh_media.pop(item.name, None)
+        self.fresh_media[item.name] = ReportedMedia(time.time(), member, item)
+        if len(self.fresh_media) > MOST_FRESH_MEDIA:
+            del self.fresh_media[next(iter(self.fresh_media))]
+
+    def take_media(self) -> list[ReportedMedia]:
+        """What came since the last call; for the recorder."""
+        with self.lock:
+            found, self.fresh_media = list(self.fresh_media.values()), {}
+        return found
 
     def final_event(self, text: str) -> None:
         """A result of the job, for `status`. It is logged only without a launcher, which prints it in its table."""

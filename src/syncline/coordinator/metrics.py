@@ -13,10 +13,12 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.coordinator.job import JobContext
 from syncline.coordinator.leases import LeaseService
+from syncline.core.media import GiveMedia, check_item
 from syncline.core.members import Member
 from syncline.core.metrics import Merging, Metrics, Reading, Steer, told
 from syncline.core.stopping import Rules, Steering, Stopping, is_reported_late, rules_of
-from syncline.errors import StoreError
+from syncline.core.wire.message import Done
+from syncline.errors import ProtocolError, StoreError
 from syncline.net.rpc import Endpoint, Request
 
 #: How often the counts of the rules are kept. Decisions are kept at once.
@@ -196,6 +198,17 @@ class MetricService:
             steer = self._job.membership.state.steering.steer
         request.reply(steer)
 
+    def handle_media(self, request: Request, message: GiveMedia) -> None:
+        """A worker gives images, histograms and texts."""
+        for item in message.items:
+            if wrong := check_item(item):
+                raise ProtocolError(f"{request.peer.name} reports media that cannot be shown: {wrong}")
+        with self._job.lock:
+            for item in message.items:
+                self._job.note_media(request.peer.name, item)
+        if request.number:
+            request.reply(Done())
+
     def add_merged(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> None:
         """Adds readings that are merged already. The stop rules have seen them when this returns."""
         with self._job.lock:
@@ -204,8 +217,9 @@ class MetricService:
     def member_is_out(self, member: Member) -> None:
         """A reading that waited for this member may be complete now."""
         with self._job.lock:
-            self._steps = {name: step for name, step in self._steps.items() if name in self._participants()}
-            fresh = self._merging.gone(self._participants())
+            participants = self._participants()
+            self._steps = {name: step for name, step in self._steps.items() if name in participants}
+            fresh = self._merging.gone(participants)
             if fresh:
                 self._stop_rules.add_readings(fresh, max(reading.step for reading in fresh.values()))
             self._stop_rules.reach_step(self._step())
@@ -216,9 +230,10 @@ class MetricService:
             return min((self._steps.get(name, 0) for name in self._participants()), default=0)
         return max(self._steps.values(), default=0)
 
-    def _participants(self) -> list[str]:
-        entered = self._job.membership.state.entered
-        return [name for name in self._job.membership.workers() if name in entered]
+    def _participants(self) -> frozenset[str]:
+        """A set: each report of each worker is compared with all of them."""
+        state = self._job.membership.state
+        return frozenset(name for name in state.entered if name in state.members)
 
 
 def _finite(readings: Mapping[str, Reading]) -> dict[str, float]:

@@ -20,6 +20,7 @@ import msgspec
 
 from syncline.coordinator.job import FreshReading, JobContext
 from syncline.coordinator.status import StatusService
+from syncline.core.media import ReportedMedia
 from syncline.core.metrics import MOST_METRICS
 from syncline.core.observing import Observer
 from syncline.core.series import Curve, Point, merge_points, point
@@ -64,11 +65,12 @@ class Recorder:
         self._verdicts: tuple[JobVerdict, ...] = ()
         self._said: dict[tuple[str, str], float] = {}
         self._watchers: list[Callable[[JobLook], None]] = []
+        self._takers: list[Callable[[JobLook, Sequence[ReportedMedia]], None]] = []
         self._latest: JobLook | None = None
         self._number, self._is_broken = 0, False
         self._num_events = _last_number(folder)
         self._files = RunFiles(folder, job)
-        self._unwritten: queue.Queue[JobLook | None] = queue.Queue(MOST_UNWRITTEN)
+        self._unwritten: queue.Queue[tuple[JobLook, Sequence[ReportedMedia]] | None] = queue.Queue(MOST_UNWRITTEN)
         self._closed, self._has_ended = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._look_regularly, name="record", daemon=True),
@@ -85,6 +87,10 @@ class Recorder:
         """Calls it with each look, in a thread of ours: it must not block. Returns what ends that."""
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
+
+    def give_to(self, taker: Callable[[JobLook, Sequence[ReportedMedia]], None]) -> None:
+        """Calls it with each look and what was reported to be looked at, in a thread of ours: it must not block."""
+        self._takers.append(taker)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -109,7 +115,8 @@ class Recorder:
 
     def _look_once(self) -> None:
         try:
-            look = self.look()
+            media = self._job.take_media()
+            look = self.look([one.item.name for one in media])
         except Exception as error:  # a bug of ours here is no reason to fail a job
             if not self._is_broken:
                 self._is_broken = True
@@ -117,11 +124,13 @@ class Recorder:
             return
         for watcher in list(self._watchers):
             watcher(look)
+        for taker in self._takers:
+            taker(look, media)
         with contextlib.suppress(queue.Full):
-            self._unwritten.put_nowait(look)
+            self._unwritten.put_nowait((look, media))
 
-    def look(self) -> JobLook:
-        """One look at the job."""
+    def look(self, media: Sequence[str] = ()) -> JobLook:
+        """One look at the job. `media`: names of what came since the last one."""
         with self._job.lock:
             totals = self._status.totals()
             fresh, readings = _taken(self._job.fresh_events), _taken(self._job.fresh_readings)
@@ -161,6 +170,7 @@ class Recorder:
                 (reading.name, reading.step, reading.at, reading.value if math.isfinite(reading.value) else None)
                 for reading in merged
             ),
+            media=tuple(media),
         )
         return self._latest
 
@@ -188,9 +198,9 @@ class Recorder:
     def _write(self) -> None:
         while not (self._has_ended.is_set() and self._unwritten.empty()):
             with contextlib.suppress(queue.Empty):
-                look = self._unwritten.get(timeout=LOOK_SECONDS)
-                if look is not None:
-                    self._files.write(look)
+                found = self._unwritten.get(timeout=LOOK_SECONDS)
+                if found is not None:
+                    self._files.write(*found)
         self._files.close()
 
 
@@ -226,14 +236,14 @@ class RunFiles:
         self._not_before = self._silent_until = self._figures_at = -math.inf
         self._last: JobLook | None = None
 
-    def write(self, look: JobLook) -> None:
+    def write(self, look: JobLook, media: Sequence[ReportedMedia] = ()) -> None:
         """Writes a look. Trouble is said once, and tried again later."""
         self._last = look
         if time.monotonic() < self._not_before:
             return
         try:
             self._open()
-            self._write(look)
+            self._write(look, media)
         except StoreError as error:
             self._not_before = time.monotonic() + AGAIN_SECONDS
             self._drop()
@@ -251,7 +261,7 @@ class RunFiles:
             if self._series.put_aside is not None:
                 self._job.log_line(f"the readings so far were damaged; they are in {self._series.put_aside} now")
 
-    def _write(self, look: JobLook) -> None:
+    def _write(self, look: JobLook, media: Sequence[ReportedMedia]) -> None:
         assert self._events is not None and self._metrics is not None and self._series is not None
         figures = look.figures
         self._events.write(look.events)
@@ -265,7 +275,7 @@ class RunFiles:
         rows |= {member.name: member_row(member) for member in figures.members}
         nan = math.nan
         points = [(name, point(step, at, nan if value is None else value)) for name, step, at, value in look.readings]
-        self._series.write(figures.at, rows, points, facts)
+        self._series.write(figures.at, rows, points, facts, [(one.item, one.at, one.member) for one in media])
 
     def _drop(self) -> None:
         for file in (self._events, self._metrics, self._series):

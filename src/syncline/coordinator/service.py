@@ -22,6 +22,7 @@ from syncline.coordinator.scaling import PaceService, ScaleService, WorkerSizing
 from syncline.coordinator.status import StatusService
 from syncline.coordinator.tracing import TraceService
 from syncline.coordinator.validation import BestCheckpoint, ValidationService
+from syncline.core.media import GiveMedia
 from syncline.core.membership import Membership, Outcome
 from syncline.core.metrics import Metrics
 from syncline.core.wire.checkpoints import AskResume, Finish, NoteScript, Save
@@ -178,6 +179,7 @@ class Coordinator:
             Scale: self.scaling.handle_scale,
             Pace: self.pace.handle_pace,
             Metrics: self.metrics.handle_metrics,
+            GiveMedia: self.metrics.handle_media,
             OpenEpoch: self.leases.open_epoch,
             AskLease: self.leases.ask_lease,
             LeaveEpoch: self.leases.leave_epoch,

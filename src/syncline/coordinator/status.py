@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -319,7 +320,10 @@ class StatusService:
         steps = (known.step for name, (known, _) in self._job.heartbeats.items() if name in state.entered)
         furthest = max(steps, default=0)
         names = [*membership.servers(), *membership.workers()]
-        return [self._member_status(name, shares, furthest) for name in names]
+        replica_sets = state.replica_sets.values()
+        primaries = collections.Counter(replica_set.primary for replica_set in replica_sets)
+        backups = collections.Counter(name for replica_set in replica_sets for name in replica_set.backups)
+        return [self._member_status(name, shares, furthest, primaries[name], backups[name]) for name in names]
 
     def _why(self, waits: Sequence[Wait]) -> str:
         return self._pace.add_to(why(waits, self.known(), stuck_seconds=self._job.config.stuck_seconds))
@@ -371,7 +375,9 @@ class StatusService:
         hosts = [state.members[name].host for name in self._job.membership.servers()]
         return protection_of(self._job.config, hosts, state.replica_sets.values())
 
-    def _member_status(self, name: str, shares: Mapping[str, float], furthest: int) -> MemberStatus:
+    def _member_status(
+        self, name: str, shares: Mapping[str, float], furthest: int, num_primary: int, num_backup: int
+    ) -> MemberStatus:
         state, now = self._job.membership.state, time.monotonic()
         member, heartbeat = state.members[name], self._job.heartbeats.get(name)
         heard = self._job.liveness.last_heard(name)
@@ -389,8 +395,8 @@ class StatusService:
             state=self._state_of(name),
             step=step,
             lag=furthest - step if member.role == "worker" and name in state.entered else 0,
-            num_primary=sum(replica_set.primary == name for replica_set in state.replica_sets.values()),
-            num_backup=sum(name in replica_set.backups for replica_set in state.replica_sets.values()),
+            num_primary=num_primary,
+            num_backup=num_backup,
             cores=member.cores,
             pid=member.pid,
             stages=report.stages if report is not None else [],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import msgspec
 
@@ -95,7 +95,7 @@ class Merging:
         worker: str,
         values: Mapping[str, tuple[float, float]],
         step: int,
-        participants: Collection[str],
+        participants: Set[str],
         errors: Mapping[str, float] = {},
     ) -> list[dict[str, Reading]]:
         """Takes a worker's report. Returns the readings completed by it, in order."""
@@ -130,7 +130,7 @@ class Merging:
             found[name] = self._keep(name, Reading(value, step, number, error=errors.get(name, 0.0)))
         return found
 
-    def gone(self, participants: Collection[str]) -> dict[str, Reading]:
+    def gone(self, participants: Set[str]) -> dict[str, Reading]:
         """A worker takes part no more: returns the readings that are complete without it. Its reports count."""
         found: dict[str, Reading] = {}
         for name, reports in self.state.reports.items():
@@ -139,11 +139,13 @@ class Merging:
             found.update(self._read_if_whole(name, reports, participants))
         return found
 
-    def _read_if_whole(self, name: str, reports: Reports, participants: Collection[str]) -> dict[str, Reading]:
-        waited = [w for w in (participants if reports.reporters is None else reports.reporters) if w in participants]
-        missing = [worker for worker in waited if worker not in reports.sums]
-        most = max((count for _, _, count in reports.sums.values()), default=0)
-        if not reports.sums or (missing and most < MOST_AHEAD):
+    def _read_if_whole(self, name: str, reports: Reports, participants: Set[str]) -> dict[str, Reading]:
+        if not reports.sums:
+            return {}
+        waited = participants if reports.reporters is None else reports.reporters
+        if any(worker not in reports.sums and worker in participants for worker in waited) and (
+            max(count for _, _, count in reports.sums.values()) < MOST_AHEAD
+        ):
             return {}
         return self._read(name, reports)
 

@@ -7,6 +7,7 @@ from syncline.core.codecs.named import codecs_of
 from syncline.core.policy import policy_of
 from syncline.core.ring import check_ring
 from syncline.core.rule import outer_of
+from syncline.core.sinks import places_of
 from syncline.core.stages import check_stages
 from syncline.core.stopping import rules_of
 from syncline.core.sync_interval import check_frequencies
@@ -21,3 +22,4 @@ def check_settings(config: JobConfig) -> None:
     rules_of(config)
     outer_of(config)
     codecs_of(config)
+    places_of(config)

@@ -6,11 +6,10 @@ difference that is large and lasts: noise on a busy machine is no straggler. Of 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -19,12 +18,9 @@ from syncline.core.conditions import is_less_better
 from syncline.core.members import by_name
 from syncline.core.series import Point
 from syncline.core.units import counted
-from syncline.stats import JobFigures, JobVerdict, MemberFigures
+from syncline.core.windows import Stretch, Window, WorkerMeans, recent
+from syncline.stats import JobFigures, JobVerdict
 
-#: Figures that a verdict looks at.
-WINDOW_SECONDS = 20.0
-#: Before so much is known there is no verdict on speed.
-LEAST_SECONDS = 8.0
 #: A member that takes so many times as long as the others in the mean, and in both halves of the window.
 MUCH_LONGER = 1.5
 #: What is a smaller share of a step is not worth a sentence.
@@ -39,27 +35,6 @@ LEAST_READINGS, LEAST_FLAT = 20, 60
 #: Of a mean, by how much it may be off, relative to its size, and still be called flat.
 MOST_NOISE = 0.02
 MOST_NAMED = 3
-
-
-class WorkerMeans(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker over some looks, per step."""
-
-    name: str
-    num_steps: int
-    compute: float
-    data: float
-    stage: float
-    wait: float
-    pull: float
-    looks: int
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.stage + self.wait + self.pull
-
-    @property
-    def transfer(self) -> float:
-        return self.stage + self.pull
 
 
 class StandStill(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,193 +59,121 @@ def verdicts(
     if not history or history[-1].verdict:
         return []
     hangs = likely_hang(history, progress)
-    slow = stragglers(history) if not hangs else []
-    hot = hot_servers(history, slices) if not hangs else []
-    starved = data_starvation(history) if not hangs else []
-    exchange = [] if hangs or slow or hot or starved else communication_bound(history, config)
     losses = [
         verdict for name, points in curves.items() for verdict in (*diverging(name, points), *flat(name, points))
     ]
-    return [*hangs, *slow, *hot, *starved, *exchange, *losses]
+    window = Window(history)
+    if hangs or not window.is_enough:
+        return [*hangs, *losses]
+    slow, hot, starved = stragglers(window), hot_servers(window, slices), data_starvation(window)
+    exchange = [] if slow or hot or starved else communication_bound(window, config)
+    return [*slow, *hot, *starved, *exchange, *losses]
 
 
 # -- members ----------------------------------------------------------------------------------------------
 
 
-def recent(history: Sequence[JobFigures], seconds: float = WINDOW_SECONDS) -> list[JobFigures]:
-    """The looks of the last seconds."""
-    return [look for look in history if history[-1].at - look.at < seconds]
-
-
-def worker_means(looks: Iterable[JobFigures]) -> dict[str, WorkerMeans]:
-    """Each worker's means over these looks, weighted by steps; of workers that made any."""
-    sums: dict[str, list[MemberFigures]] = {}
-    for look in looks:
-        for member in look.members:
-            if member.role == "worker" and member.num_steps:
-                sums.setdefault(member.name, []).append(member)
-    found = {}
-    for name, members in sums.items():
-        steps = sum(member.num_steps for member in members)
-
-        def mean(phase: str, members: list[MemberFigures] = members, steps: int = steps) -> float:
-            return sum(float(getattr(member, phase)) * member.num_steps for member in members) / steps
-
-        found[name] = WorkerMeans(
-            name=name,
-            num_steps=steps,
-            compute=mean("compute"),
-            data=mean("data"),
-            stage=mean("stage"),
-            wait=mean("wait"),
-            pull=mean("pull"),
-            looks=len(members),
-        )
-    return found
-
-
-def _is_enough(looks: Sequence[JobFigures]) -> bool:
-    return len(looks) >= 4 and looks[-1].at - looks[0].at >= LEAST_SECONDS
-
-
-def _halves(looks: Sequence[JobFigures]) -> list[dict[str, WorkerMeans]]:
-    return [worker_means(looks[: len(looks) // 2]), worker_means(looks[len(looks) // 2 :])]
-
-
-def stragglers(history: Sequence[JobFigures]) -> list[JobVerdict]:
+def stragglers(window: Window) -> list[JobVerdict]:
     """Workers that take much longer than the others: by their computing, or by what they send and receive."""
-    looks = recent(history)
-    if not _is_enough(looks):
-        return []
-    means, halves = worker_means(looks), _halves(looks)
+    means = window.whole.workers
     if len(means) < 2:
         return []
-    found = []
-    for name in sorted(means, key=by_name):
-        own, others = means[name], [one for one in means.values() if one.name != name]
-        usual = statistics.median(one.compute for one in others)
-        if _is_longer(name, [means, *halves], "compute"):
-            cause = "its data" if own.data - usual > 0.5 * (own.compute - usual) else "compute"
-            text = (
-                f"{name} is the straggler: {_seconds(own.compute)} of its own work a step, "
-                f"{_times(own.compute, usual)} ({_seconds(usual)}); the cause is {cause}"
-            )
-            advice = (
-                "see what else runs on its host; --cores auto, --policy sync:spare=1 or bounded:2 go on without it"
-            )
-            if cause == "its data":
-                advice = "see the storage of its host, and give its loader more workers"
-        elif _is_longer(name, [means, *halves], "transfer") or _is_blamed(name, looks, means):
-            usual = statistics.median(one.transfer for one in others)
-            compared = (
-                f"; sending and receiving takes {_seconds(own.transfer)} a step, of the others {_seconds(usual)}"
-            )
-            text = (
-                f"{name} is the straggler: the others wait for what it sends, and it computes as fast as they do; "
-                f"the cause is the network{compared if own.transfer > 2 * usual else ''}"
-            )
-            advice = "see the link of its host; --codec bf16 or --sync-every auto send less"
-        else:
-            continue
-        is_slow = functools.partial(_is_slow, name)
-        since = _since(history, is_slow) if is_slow(history[-5:]) else looks[0].at
-        found.append(JobVerdict(kind="straggler", subject=name, text=text, advice=advice, since=since))
-    return found if 2 * len(found) <= len(means) else []  # if most are slow, there is no usual
+    names = [name for name in sorted(means, key=by_name) if _cause(name, window)]
+    if 2 * len(names) > len(means):
+        return []  # if most are slow, there is no usual
+    return [_straggler(name, _cause(name, window), window) for name in names]
 
 
-def _is_longer(
-    name: str, halves: Sequence[Mapping[str, WorkerMeans]], phase: str, times: float = MUCH_LONGER
-) -> bool:
-    for means in halves:
-        own, others = means.get(name), [one for one in means.values() if one.name != name]
-        if own is None or not others:
+def _cause(name: str, window: Window) -> str:
+    """What makes a worker slow; "" if it is not."""
+    own = window.whole.workers[name]
+    if _is_longer(name, window.parts, "compute"):
+        usual = window.whole.usual("compute", name)
+        return "its data" if own.data - usual > 0.5 * (own.compute - usual) else "compute"
+    return "the network" if _is_longer(name, window.parts, "transfer") or _is_blamed(name, window) else ""
+
+
+def _straggler(name: str, cause: str, window: Window) -> JobVerdict:
+    own = window.whole.workers[name]
+    if cause == "the network":
+        usual = window.whole.usual("transfer", name)
+        compared = f"; sending and receiving takes {_seconds(own.transfer)} a step, of the others {_seconds(usual)}"
+        text = (
+            f"{name} is the straggler: the others wait for what it sends, and it computes as fast as they do; "
+            f"the cause is the network{compared if own.transfer > 2 * usual else ''}"
+        )
+        advice = "see the link of its host; --codec bf16 or --sync-every auto send less"
+    else:
+        usual = window.whole.usual("compute", name)
+        text = (
+            f"{name} is the straggler: {_seconds(own.compute)} of its own work a step, "
+            f"{_times(own.compute, usual)} ({_seconds(usual)}); the cause is {cause}"
+        )
+        advice = "see what else runs on its host; --cores auto, --policy sync:spare=1 or bounded:2 go on without it"
+        if cause == "its data":
+            advice = "see the storage of its host, and give its loader more workers"
+    return JobVerdict(kind="straggler", subject=name, text=text, advice=advice, since=_since(name, window))
+
+
+def _is_longer(name: str, parts: Sequence[Stretch], phase: str, times: float = MUCH_LONGER) -> bool:
+    for part in parts:
+        own = part.workers.get(name)
+        if own is None or len(part.workers) < 2:
             return False
-        value = float(getattr(own, phase))
-        usual = statistics.median(float(getattr(one, phase)) for one in others)
+        value, usual = float(getattr(own, phase)), part.usual(phase, name)
         if value < times * usual or value - usual < WORTH * own.total:
             return False
     return True
 
 
-def _is_slow(name: str, part: Sequence[JobFigures]) -> bool:
-    means = [worker_means(part)]
-    return _is_longer(name, means, "compute", 1.3) or _is_longer(name, means, "transfer", 1.3)
-
-
-def _is_blamed(name: str, looks: Sequence[JobFigures], means: Mapping[str, WorkerMeans]) -> bool:
+def _is_blamed(name: str, window: Window) -> bool:
     """Whether rounds wait for this worker alone in most looks, though it computes as fast as the others."""
-    num_blamed = 0
-    for look in looks:
-        waits = [wait for wait in look.waits if wait.what in ("round", "lag")]
-        num_blamed += any(wait.for_whom == [name] for wait in waits)
-    shortest = min(means.values(), key=lambda one: one.wait)
-    waited = sum(one.wait for one in means.values()) / sum(one.total for one in means.values())
-    return num_blamed >= 0.6 * len(looks) and waited >= WORTH and shortest.name == name
+    if window.blamed.get(name, 0) < 0.6 * len(window.looks):
+        return False
+    means = window.whole.workers.values()
+    waited = statistics.fmean(one.wait for one in means)
+    return 0 < WORTH * window.mean_total <= waited and min(means, key=lambda one: one.wait).name == name
 
 
-def _since(history: Sequence[JobFigures], holds: Callable[[Sequence[JobFigures]], bool]) -> float:
-    """The begin of the newest stretch of looks in which it holds, five at a time."""
-    since = history[-1].at
-    for end in range(len(history), 4, -5):
-        part = history[end - 5 : end]
-        if not holds(part):
+def _since(name: str, window: Window) -> float:
+    """The begin of the newest stretch of looks in which a worker is slow, five at a time."""
+    since = 0.0
+    for began, part in window.fives:
+        if not any(_is_longer(name, [part], phase, 1.3) for phase in ("compute", "transfer")):
             break
-        since = part[0].at
-    return since
+        since = began
+    return since or window.since
 
 
-def hot_servers(history: Sequence[JobFigures], slices: Mapping[int, str] = {}) -> list[JobVerdict]:
+def hot_servers(window: Window, slices: Mapping[int, str] = {}) -> list[JobVerdict]:
     """A server that works much longer on each round than the others, while workers wait for it."""
-    looks = recent(history)
-    if not _is_enough(looks):
-        return []
-    means = worker_means(looks)
-    total = statistics.mean(one.total for one in means.values()) if means else 0.0
-    if not total:
-        return []
-    halves = [_apply_means(part) for part in (looks[: len(looks) // 2], looks[len(looks) // 2 :])]
-    whole = _apply_means(looks)
-    if len(whole) < 2:
+    total, whole = window.mean_total, window.whole.apply_seconds
+    if not total or len(whole) < 2:
         return []
     hottest = max(whole, key=lambda name: whole[name])
     usual = statistics.median(value for name, value in whole.items() if name != hottest)
-    for means_of in (whole, *halves):
-        others = [value for name, value in means_of.items() if name != hottest]
-        own = means_of.get(hottest, 0.0)
+    for part in window.parts:
+        others = [value for name, value in part.apply_seconds.items() if name != hottest]
+        own = part.apply_seconds.get(hottest, 0.0)
         if not others or own < 2 * statistics.median(others) or own - statistics.median(others) < WORTH * total:
             return []
-    last = next((member for member in history[-1].members if member.name == hottest), None)
-    parts = [number for number, share in (last.busiest if last is not None else ()) if share > 0]
-    told = "; its busiest slices: " + ", ".join(slices.get(n, f"slice {n}") for n in parts) if parts else ""
+    last = next((member for member in window.history[-1].members if member.name == hottest), None)
+    numbers = [number for number, share in (last.busiest if last is not None else ()) if share > 0]
+    told = "; its busiest slices: " + ", ".join(slices.get(n, f"slice {n}") for n in numbers) if numbers else ""
     times = f", {_times(whole[hottest], usual)}" if usual > 0 else ""
     text = f"{hottest} is the hot server: {_seconds(whole[hottest])} of a round's step in its rules{times}{told}"
     advice = "give its host more cores, or the job more servers (syncline scale JOB -s N), or smaller slices"
-    return [JobVerdict(kind="hot-server", subject=hottest, text=text, advice=advice, since=looks[0].at)]
+    return [JobVerdict(kind="hot-server", subject=hottest, text=text, advice=advice, since=window.since)]
 
 
-def _apply_means(looks: Iterable[JobFigures]) -> dict[str, float]:
-    """Seconds of a round in the rules of each server."""
-    rounds: dict[str, tuple[float, int]] = {}
-    for look in looks:
-        for member in look.members:
-            if member.role == "server":
-                seconds, count = rounds.get(member.name, (0.0, 0))
-                rounds[member.name] = (seconds + member.apply * member.num_rounds, count + member.num_rounds)
-    return {name: seconds / count for name, (seconds, count) in rounds.items() if count}
-
-
-def data_starvation(history: Sequence[JobFigures]) -> list[JobVerdict]:
+def data_starvation(window: Window) -> list[JobVerdict]:
     """Workers that wait for their loaders."""
-    looks = recent(history)
-    if not _is_enough(looks):
-        return []
-    means, halves = worker_means(looks), _halves(looks)
+    means = window.whole.workers
     starved = sorted(
         (
             name
-            for name, own in means.items()
-            if all(part.get(name) is not None and _data_share(part[name]) >= STARVED for part in (means, *halves))
-            and own.total > 0
+            for name in means
+            if all(name in part.workers and _data_share(part.workers[name]) >= STARVED for part in window.parts)
         ),
         key=by_name,
     )
@@ -284,34 +187,30 @@ def data_starvation(history: Sequence[JobFigures]) -> list[JobVerdict]:
     )
     advice = "DataLoader(num_workers=N), faster storage, or less work per sample in the data set"
     subject = starved[0] if len(starved) == 1 else ""
-    return [JobVerdict(kind="data-starvation", subject=subject, text=text, advice=advice, since=looks[0].at)]
+    return [JobVerdict(kind="data-starvation", subject=subject, text=text, advice=advice, since=window.since)]
 
 
 def _data_share(own: WorkerMeans) -> float:
     return own.data / own.total if own.total else 0.0
 
 
-def communication_bound(history: Sequence[JobFigures], config: JobConfig) -> list[JobVerdict]:
+def communication_bound(window: Window, config: JobConfig) -> list[JobVerdict]:
     """All workers spend most of their steps on sending, waiting for answers and receiving."""
-    looks = recent(history)
-    means = worker_means(looks) if _is_enough(looks) else {}
+    means = window.whole.workers
     total = sum(one.total for one in means.values())
     if not total:
         return []
     share = {phase: sum(getattr(one, phase) for one in means.values()) / total for phase in ("stage", "wait", "pull")}
     if sum(share.values()) < MOSTLY_EXCHANGE:
         return []
-    applied = max(_apply_means(looks).values(), default=0.0)
+    applied = max(window.whole.apply_seconds.values(), default=0.0)
     waited = statistics.mean(one.wait for one in means.values())
     in_rules = waited > 0 and applied >= 0.5 * waited and share["wait"] >= 0.5 * sum(share.values())
     parts = ", ".join(f"{phase} {part:.0%}" for phase, part in share.items())
     what = "most of the wait is for the servers' rules" if in_rules else "the job is bound by communication"
     text = f"{sum(share.values()):.0%} of the workers' steps is exchange ({parts}): {what}"
-    return [
-        JobVerdict(
-            kind="communication", subject="", text=text, advice=_less_exchange(in_rules, config), since=looks[0].at
-        )
-    ]
+    advice = _less_exchange(in_rules, config)
+    return [JobVerdict(kind="communication", subject="", text=text, advice=advice, since=window.since)]
 
 
 def _less_exchange(in_rules: bool, config: JobConfig) -> str:

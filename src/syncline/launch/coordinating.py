@@ -11,10 +11,13 @@ import threading
 import time
 from typing import NamedTuple
 
+import msgspec
+
 from syncline import faults
 from syncline.coordinator.recording import Recorder
 from syncline.coordinator.service import Coordinator
 from syncline.core.membership import Outcome
+from syncline.errors import ConfigError
 from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import say
@@ -23,6 +26,9 @@ from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.page.access import Access
 from syncline.page.serving import TOKEN_FILE, PageServer
+from syncline.sinks.choosing import choices
+from syncline.sinks.sink import SinkRun
+from syncline.sinks.thread import SinkThread
 from syncline.store.journal import Journal
 
 #: After the end: time for members to learn of it and for the launcher to ask for the outcome.
@@ -69,6 +75,7 @@ def run_coordinator(
     listener = tcp.Listener(identity, accept, sock=sock, log=log)
     _wait_for_the_save(file)
     recorder = Recorder(coordinator.job, coordinator.status, file.folder)
+    sinks = _begin_sinks(file, coordinator, recorder)
     recorder.start()
     coordinator.tracing.start(file.folder)
     page_server = _begin_page(file, page, coordinator, recorder)
@@ -76,6 +83,8 @@ def run_coordinator(
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
     recorder.close()
+    for sink in sinks:
+        sink.close(has_failed=bool(outcomes and outcomes[0].failed))
     coordinator.tracing.close()
     if page_server is not None:
         page_server.close()
@@ -83,6 +92,21 @@ def run_coordinator(
     coordinator.close()
     journal.close()
     return 1 if outcomes and outcomes[0].failed else 0
+
+
+def _begin_sinks(file: JobFile, coordinator: Coordinator, recorder: Recorder) -> list[SinkThread]:
+    """Starts a thread for each sink of the job."""
+    settings = msgspec.to_builtins(coordinator.config)
+    run = SinkRun(name=file.folder.name, job=file.job, folder=file.folder.absolute(), settings=settings)
+    try:
+        found = [SinkThread(choice, run, coordinator.job.log_line) for choice in choices(coordinator.config)]
+    except ConfigError as error:  # the launcher has the package, and this host does not
+        coordinator.job.log_line(f"{error}; the job goes on without it")
+        return []
+    for sink in found:
+        recorder.give_to(sink.take)
+        sink.start()
+    return found
 
 
 def _begin_page(

@@ -40,6 +40,7 @@ from syncline.launch.saving import settle_saving
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
 from syncline.page import serving
+from syncline.sinks.choosing import choices
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ def settle_here(launch: Mapping[str, Any]) -> tuple[dict[str, Any], JobConfig]:
     given = settle_workers(settle_stages(said))
     config = configuration.resolve(given)
     check_settings(config)
+    choices(config)
     given = settle_saving(settle_servers(given, config, server_hosts(config)))
     config = configuration.resolve(given)
     if config.transport == "shm" and len(set(assign(config).values())) > 1:

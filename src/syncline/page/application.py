@@ -42,6 +42,7 @@ HEADERS = {
 }
 #: Metrics in one answer, and points of each.
 MOST_CURVES, MOST_POINTS = 64, 2_000
+MEDIA_TYPES = {"image": "image/png", "histogram": "application/json", "text": "text/plain; charset=utf-8"}
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -55,7 +56,7 @@ FILES = {
     "/uplot.js": ("_vendor/uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
     **{
         f"/{name}.js": (f"static/{name}.js", "text/javascript; charset=utf-8")
-        for name in ("app", "charts", "figures", "members", "picture", "words")
+        for name in ("app", "charts", "figures", "media", "members", "picture", "words")
     },
 }
 
@@ -75,6 +76,8 @@ class Page:
             Route("/api/v1/runs/{run}/rows", self._rows),
             Route("/api/v1/runs/{run}/curves", self._curves),
             Route("/api/v1/runs/{run}/events", self._events),
+            Route("/api/v1/runs/{run}/media", self._media),
+            Route("/api/v1/runs/{run}/media/{id}", self._media_content),
             Route("/api/v1/stream", self._stream),
             *(Route(path, self._file) for path in FILES),
         ]
@@ -177,6 +180,17 @@ class Page:
         if after is None:
             return _error(400, "after: give the number of an event")
         return _json(await run_in_threadpool(self._runs.events, request.path_params["run"], int(after)))
+
+    async def _media(self, request: Request) -> Response:
+        return _json(await run_in_threadpool(self._runs.media, request.path_params["run"]))
+
+    async def _media_content(self, request: Request) -> Response:
+        """What an id means never changes: browsers may keep it."""
+        run, number = request.path_params["run"], request.path_params["id"]
+        if not (number.isascii() and number.isdecimal() and len(number) < 16):
+            return _error(400, "id: give a number")
+        kind, content = await run_in_threadpool(self._runs.media_content, run, int(number))
+        return Response(content, media_type=MEDIA_TYPES[kind], headers={"cache-control": "private, max-age=3600"})
 
     async def _stream(self, request: Request) -> Response:
         if self.streams is None:

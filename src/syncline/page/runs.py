@@ -10,6 +10,7 @@ import msgspec
 from syncline.errors import StoreError
 from syncline.stats import Event, JobLook
 from syncline.store.lines import EVENTS, read_lines
+from syncline.store.media import MediaEntry
 from syncline.store.series import SERIES, CurvePoints, Series, SeriesReader
 
 #: Runs that are listed, the newest first.
@@ -52,6 +53,12 @@ class EventList(msgspec.Struct, frozen=True, kw_only=True):
 
     events: list[Event]
     damage: str = ""  #: the file is damaged there: later events are not shown
+
+
+class MediaList(msgspec.Struct, frozen=True, kw_only=True):
+    """Images, histograms and texts of a run, oldest first."""
+
+    media: list[MediaEntry]
 
 
 class CurveSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +122,16 @@ class Runs:
 
     def metrics(self, name: str) -> list[str]:
         return self._reader(name).metrics()
+
+    def media(self, name: str) -> MediaList:
+        return MediaList(media=self._reader(name).media())
+
+    def media_content(self, name: str, number: int) -> tuple[str, bytes]:
+        """Kind and content. Raises RunNotFound."""
+        found = self._reader(name).media_content(number)
+        if found is None:
+            raise RunNotFound(f"{name} has no media of id {number}; /api/v1/runs/{name}/media lists them")
+        return found
 
     def events(self, name: str, after: int) -> EventList:
         """A damaged file is read up to the damage."""

@@ -16,9 +16,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from syncline.core.media import MediaItem
 from syncline.core.metrics import MOST_METRICS
 from syncline.core.series import JOB, MEMBER, Curve, Point, Thinning, merge_points, merged, most_points, slot_of
 from syncline.errors import StoreError
+from syncline.store import media as media_table
+from syncline.store.media import MediaEntry, MediaTable
 
 SERIES: Final = "series.db"
 _APPLICATION: Final = 0x53594E53  # "SYNS"
@@ -79,6 +82,7 @@ class SeriesWriter:
                     for statement in _TABLES:
                         self._db.execute(statement)
             self._db.execute("SELECT count(*) FROM facts").fetchone()
+            self._media = MediaTable(self._db)
         except BaseException:
             self._db.close()
             raise
@@ -107,8 +111,12 @@ class SeriesWriter:
         rows: Mapping[str, Mapping[str, float]],
         points: Sequence[tuple[str, Point]] = (),
         facts: Mapping[str, bytes] = {},
+        media: Sequence[tuple[MediaItem, float, str]] = (),
     ) -> None:
-        """Adds a row per subject, points of metrics, and facts, all or none. Raises StoreError."""
+        """Adds a row per subject, points of metrics, facts, and media with time and member, all or none.
+
+        Raises StoreError.
+        """
         with _trouble(self.path):
             try:
                 with self._transaction():
@@ -119,6 +127,8 @@ class SeriesWriter:
                     for name, point in points:
                         self._add_point(name, point)
                     self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+                    for item, when, member in media:
+                        self._media.add(item, when, member)
                     if at - self._thinned_at >= THIN_SECONDS:
                         self._thin(at)
                         self._thinned_at = at
@@ -131,6 +141,7 @@ class SeriesWriter:
         with contextlib.suppress(sqlite3.Error):
             self._curves, self._columns = {}, {}
             self._learn()
+            self._media = MediaTable(self._db)
 
     # -- rows ---------------------------------------------------------------------------------------------
 
@@ -294,6 +305,16 @@ class SeriesReader:
             found = [(group[-1][0], merged(row for _, row in group)) for group in groups]
         columns = sorted({name for _, row in found for name in row})
         return Series([at for at, _ in found], {name: [row.get(name) for _, row in found] for name in columns})
+
+    def media(self) -> list[MediaEntry]:
+        """Images, histograms and texts, oldest first."""
+        with self._reading() as db:
+            return media_table.entries(db)
+
+    def media_content(self, number: int) -> tuple[str, bytes] | None:
+        """Kind and content of one of them; None if it is not there, or not any more."""
+        with self._reading() as db:
+            return media_table.content(db, number)
 
     def metrics(self) -> list[str]:
         with self._reading() as db:

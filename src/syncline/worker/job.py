@@ -364,6 +364,8 @@ class Job:
         """Tells the job this worker's metrics: numbers, or scalars of torch and NumPy, by name.
 
         They are merged over the workers, weighted by the samples since the last report; rules (`--stop`) go by them.
+        A `syncline.Image`, `Histogram` or `Text` goes to the page and to TensorBoard: of each name the newest, at
+        most one a second for the whole job.
         """
         self.measures.report(metrics)
 
@@ -606,7 +608,7 @@ class Job:
                 self.validation.finish()
             self.send_all()
             tell_unused(self)
-            self.measures.flush()
+            self.measures.finish()
             self.reporting.report()
             self._tell_staleness()
             self.collectives.leave()

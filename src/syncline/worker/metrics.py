@@ -13,12 +13,14 @@ from typing import Any, Protocol
 
 from syncline.config import JobConfig
 from syncline.core.conditions import METRIC
+from syncline.core.media import Histogram, Image, Text
 from syncline.core.metrics import MOST_METRICS, Metrics, Steer, rounding_error
 from syncline.core.rule import Option
 from syncline.core.wire.message import Message
 from syncline.errors import ConfigError, SynclineError
 from syncline.net.link import Link
 from syncline.net.rpc import Call
+from syncline.worker.media import MediaReports
 
 
 class RuleSignals:
@@ -85,13 +87,17 @@ class Measures:
         self._is_broken = False  # a reply was lost: resend all open reports
         self._taken: dict[str, int] = {}  # metric -> samples of this worker at its last report
         self._noted: set[str] = set()
+        self._media = MediaReports(link, say)
         self._has_reached = False
 
     # -- reporting ----------------------------------------------------------------------------------------
 
     def report(self, values: Mapping[str, Any], *, weight: float | None = None) -> None:
         """Reports values, weighted by the samples since the last report or by `weight`."""
-        known = {name: self._checked(name, value) for name, value in values.items()}
+        media = {_named(name): value for name, value in values.items() if isinstance(value, Image | Histogram | Text)}
+        if media:
+            self._media.report(media, self._job.step)
+        known = {name: self._checked(name, value) for name, value in values.items() if name not in media}
         if not known:
             return
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
@@ -119,7 +125,8 @@ class Measures:
         self._hear(self._job.ask(message))
 
     def flush(self) -> None:
-        """Resends lost reports in order."""
+        """Resends lost reports in order, and sends media that had to wait."""
+        self._media.flush()
         with self._lock:
             if not self._is_broken or not self._link.is_open:
                 return
@@ -128,6 +135,11 @@ class Measures:
                 if self._is_broken:
                     return
                 self._send(message)
+
+    def finish(self) -> None:
+        """Sends what is open, at the end of the job."""
+        self.flush()
+        self._media.flush(is_end=True)
 
     def _send(self, message: Metrics) -> None:
         try:
@@ -156,11 +168,7 @@ class Measures:
     # -- what can be reported -----------------------------------------------------------------------------
 
     def _checked(self, name: str, value: Any) -> float:
-        if not METRIC.fullmatch(name) or len(name) > MOST_LETTERS:
-            raise ConfigError(
-                f"job.report: {name[:MOST_LETTERS]!r} is not a name for a metric: letters, digits, '_', '-' and '/', "
-                f"and a letter or '_' first; at most {MOST_LETTERS}"
-            )
+        _named(name)
         if name not in self._taken and len(self._taken) >= MOST_METRICS:
             near = difflib.get_close_matches(name, self._taken, n=1)
             hint = f"; {near[0]!r} is one of them" if near else ""
@@ -195,15 +203,26 @@ class Measures:
         return self._signals.stop or f"--max-steps {self._job.config.max_steps}: step {self._job.step}"
 
 
+def _named(name: str) -> str:
+    if not METRIC.fullmatch(name) or len(name) > MOST_LETTERS:
+        raise ConfigError(
+            f"job.report: {name[:MOST_LETTERS]!r} is not a name for a metric: letters, digits, '_', '-' and '/', "
+            f"and a letter or '_' first; at most {MOST_LETTERS}"
+        )
+    return name
+
+
 def _number(name: str, value: Any) -> float:
     """Numbers, and scalars of NumPy, torch and others."""
     if value is None or isinstance(value, str | bytes):
-        raise ConfigError(f"job.report: {name} = {value!r}: it must be a number")
+        remedy = "; report words as syncline.Text" if isinstance(value, str) else ""
+        raise ConfigError(f"job.report: {name} = {value!r:.100}: it must be a number{remedy}")
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         shape = getattr(value, "shape", None)
         what = f"{type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
         raise ConfigError(
-            f"job.report: {name} is a {what}: it must be one number; of several give one, e.g. .mean()"
+            f"job.report: {name} is a {what}: it must be one number, e.g. its .mean(), or "
+            "syncline.Histogram or syncline.Image of it"
         ) from None

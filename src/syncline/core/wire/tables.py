@@ -5,6 +5,7 @@ A frame holds one message; its number is its index in `MESSAGES`.
 
 from __future__ import annotations
 
+from syncline.core.media import GiveMedia
 from syncline.core.metrics import Metrics, Steer
 from syncline.core.wire.agents import (
     AgentAlive,
@@ -169,7 +170,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 17
+PROTOCOL = 18
 ROLES = ("coordinator", "server", "worker", "launcher", "agent")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -192,7 +193,7 @@ MESSAGES: tuple[type[Message], ...] = (
     DetachDevice, AskPage, GivenPage,
     AgentJoin, AgentAlive, StartMember, TellMember, SignalMember,
     MemberOutput, MemberEnded, EndAgent, StopJob,
-    GiveSpans, GotSpans, AskLook, GivenLook,
+    GiveSpans, GotSpans, AskLook, GivenLook, GiveMedia,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -203,7 +204,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Attach, AttachDevice, DetachDevice, AskHosted, Map, Restore, Stage, CommitStaged, GiveClip, Rest, AskPlace,
         Pull, Verify, Pin, Unpin, AskState, LoadState, AskWhy, Prefer, OpenEpoch, AskLease, LeaveEpoch, EndShard,
         Save, AskResume, AskLife, NoteScript, Finish, Metrics, Come, Attend, Begin, AskValidationShard, AskReading,
-        LocalCandidate, AskNominal, GiveSpans,
+        LocalCandidate, AskNominal, GiveSpans, GiveMedia,
         Describe, Chunk, Through, Broken, Share, Unshare, Goodbye, Offer, Take, TensorPiece, Taken, Withdraw,
     }),
     "server": frozenset({

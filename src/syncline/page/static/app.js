@@ -2,6 +2,7 @@
 
 import { Chart, joined, PALETTE, redrawAll } from "/charts.js";
 import { curvesOf, get, Run, rowsOfMember } from "/figures.js";
+import { Media } from "/media.js";
 import { drawLegend, drawShares, drawSplits, drawStaleness, drawTable, PHASES } from "/members.js";
 import { draw as drawPicture } from "/picture.js";
 import { byName, bytes, clock, color, duration, el, fill, number, percent, seconds } from "/words.js";
@@ -11,6 +12,7 @@ let run = null, live = null, list = [], axis = "step", chosen = "", isAway = fal
 const overlays = new Map(); // run -> its curves
 const metricCharts = new Map();
 let stepCharts = [], machineCharts = [], memberCharts = [];
+const media = new Media($("media-cards"), $("media-note"), $("media"), $("media-link"));
 const marks = () => run?.events ?? [];
 
 // -- settings of the page -------------------------------------------------------------------------------
@@ -69,6 +71,7 @@ async function open(name) {
   try { await run.load(); } catch (error) { fill($("notices"), notice("bad", `${name} cannot be shown`, error.message)); return; }
   makeCharts();
   drawNow();
+  media.load(name);
 }
 $("run").addEventListener("change", () => { history.replaceState(null, "", `?run=${encodeURIComponent($("run").value)}`); open($("run").value); });
 
@@ -81,6 +84,7 @@ function listen() {
     const isFirst = !run.look;
     run.add(JSON.parse(event.data));
     if (isFirst && !stepCharts.length) makeCharts();
+    if (run.look?.media?.length) media.later(run.name);
     drawSoon();
   });
   source.addEventListener("error", () => {
