@@ -1,6 +1,7 @@
 #!/bin/sh
-# The web page in a real browser, and a real Prometheus. Called by `make test-page`, and with --screenshots by
-# `make screenshots`. Installs playwright, schemathesis and, as root on Debian, Chromium and Prometheus.
+# The web page in a real browser, a real Prometheus, and sinks with the real TensorBoard and MLflow. Called by
+# `make test-page`, and with --screenshots by `make screenshots`. Installs playwright, schemathesis, tensorboard,
+# mlflow-skinny and, as root on Debian, Chromium and Prometheus.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -15,9 +16,10 @@ if [ -n "$missing" ]; then
         exit 1
     fi
 fi
-.venv/bin/python -c 'import playwright, schemathesis' 2>/dev/null ||
-    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt playwright schemathesis
+.venv/bin/python -c 'import playwright, schemathesis, tensorboard, mlflow' 2>/dev/null ||
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+        playwright schemathesis tensorboard mlflow-skinny
 if [ "${1:-}" = "--screenshots" ]; then
     exec .venv/bin/python tools/docs/screenshots.py docs/images
 fi
-exec .venv/bin/python -m pytest -q -m page tests/page "$@"
+exec .venv/bin/python -m pytest -q -m page tests/page tests/sinks "$@"

@@ -10,7 +10,7 @@ _LATENCIES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-class Buckets:
+class ServingHistogram:
     """Counts by upper bounds. One thread observes; any may read."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -53,8 +53,8 @@ class ServingMetrics:
     """Requests by version and status, latency, batch sizes, refusals."""
 
     def __init__(self) -> None:
-        self.latency = Buckets(_LATENCIES)
-        self.batch_rows = Buckets(_BATCHES)
+        self.latency = ServingHistogram(_LATENCIES)
+        self.batch_rows = ServingHistogram(_BATCHES)
         self._requests: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
 
