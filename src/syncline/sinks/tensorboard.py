@@ -66,7 +66,7 @@ class TensorBoardSink:
     def _open(self) -> None:
         """The name is one that TensorBoard looks for; another life of the coordinator has another file."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 10**6}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(self._folder / name, "xb")  # noqa: SIM115  # the next coordinator begins another
         self._writer = self._make(self._file)
         settings = self._text("settings", 0, time.time(), f"```json\n{self._settings}\n```")
