@@ -204,7 +204,8 @@ def _smaller(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         pixels, ((0, max(0, height - pixels.shape[0])), (0, max(0, width - pixels.shape[1])), (0, 0)), "edge"
     )
     squares = padded[:height, :width].reshape(height // step, step, width // step, step, pixels.shape[2])
-    return squares.mean((1, 3)).round().astype(np.uint8)
+    means: npt.NDArray[np.float64] = squares.mean((1, 3))
+    return means.round().astype(np.uint8)
 
 
 def _counted(values: Values) -> BinCounts:
