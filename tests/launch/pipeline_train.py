@@ -147,7 +147,7 @@ def batches(model: str, dtype: torch.dtype, rank: int, size: int) -> Iterator[tu
             yield x, torch.randint(0, 5, (BATCH,), generator=noise)
 
 
-def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: Iterator[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
     """By the name of its class; `SGD` with momentum.
 
     The bias of an attention's keys has no gradient but what rounding leaves, about 1e-17, and that differs by the
@@ -158,26 +158,35 @@ def make_optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim
         "Adagrad": {"eps": 1e-6},
         "Adafactor": {"eps": (1e-6, 1e-3)},
     }
-    return getattr(torch.optim, name)(parameters, **options.get(name, {}))
+    return getattr(torch.optim, name)(parameters, **options.get(name, {}), **more)
 
 
 def train_plainly(
     model: str, dtype: torch.dtype, optimizer: str, num_steps: int, num_pipelines: int, num_micro: int
 ) -> dict[str, torch.Tensor]:
-    """What one process of plain torch makes of the same batches, cut into the same micro-batches."""
+    """What one process of plain torch makes of the same batches, cut into the same micro-batches.
+
+    It adds gradients in the job's order, each pipeline's own first, and has the server's fused rule: in 20 steps a
+    ResNet of 32 bits makes a difference of 0.1 of a change in its last bit.
+    """
     stages = make_stages(model, dtype)
     whole = stages[0] if model in WHOLE else nn.Sequential(*stages)
-    opt = make_optimizer(optimizer, whole.parameters())
+    opt = make_optimizer(optimizer, whole.parameters(), **({"fused": True} if optimizer == "SGD" else {}))
     sources = [batches(model, dtype, rank, num_pipelines) for rank in range(num_pipelines)]
+    learned = list(whole.parameters())
     for _ in range(num_steps):
-        opt.zero_grad()
+        sums = []
         for source in sources:
+            opt.zero_grad()
             x, y = next(source)
             for a, b in zip(x.chunk(num_micro), y.chunk(num_micro), strict=True):
                 out: object = a
                 for stage in stages:
                     out = stage(*out) if isinstance(out, tuple) else stage(out)
-                (loss_fn(out, b) / num_micro / num_pipelines).backward()  # type: ignore[arg-type]
+                (loss_fn(out, b) / num_micro).backward()  # type: ignore[arg-type]
+            sums.append([parameter.grad for parameter in learned])
+        for parameter, *each in zip(learned, *sums, strict=True):
+            parameter.grad = sum(each) / num_pipelines
         opt.step()
     return {name: value.detach().clone() for name, value in whole.state_dict().items()}
 

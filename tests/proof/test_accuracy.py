@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.parametrize("policy", ["sync", "bounded:2", "async"])
 def test_accuracy(policy: str, seeds: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     if policy != "sync" and len(seeds) == 1:
-        pytest.skip("needs --all-seeds; test_algorithms.py has all policies, for fewer epochs")
+        pytest.skip("needs --all-seeds; test_slow_worker.py has all policies, for fewer epochs")
     found = []
     for seed in seeds:
         command = [sys.executable, "-m", "syncline", "run", "-w", "2", "-s", "1", "--policy", policy]

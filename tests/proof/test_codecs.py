@@ -26,7 +26,7 @@ WAYS: dict[str, list[str]] = {
     "sync-every 8, outer": ["--sync-every", "8", "--outer", DILOCO],
 }
 #: Of one seed only these.
-QUICK = ("none", "int8", "topk:0.01", "sync-every 8, outer")
+QUICK = ("none", "int8, down bf16", "topk:0.01", "sync-every 8, outer")
 
 
 def run(options: list[str], seed: int, folder: pathlib.Path) -> tuple[float, float]:
