@@ -81,14 +81,14 @@ class JobSide:
         self.pids: dict[str, int] = {}  # by member
         self._task, self._side = task, side
         servers = {} if settings.get("exchange") == "ring" else {"servers": 1}  # a ring has them in its workers
-        self._settings: dict[str, Any] = {"workers": workers, **servers, **settings}
+        self.settings: dict[str, Any] = {"workers": workers, **servers, **settings}
         self._screen = _QuietScreen()
         self._thread: threading.Thread | None = None
         self._ended: int | SynclineError | None = None
 
     def start(self, folder: pathlib.Path, path: str) -> None:
         named = {"name": self._side, "runs": str(folder)}
-        given = {**self._settings, **named, "wait_seconds": WAIT_SECONDS, "max_restarts": 0}
+        given = {**self.settings, **named, "wait_seconds": WAIT_SECONDS, "max_restarts": 0}
         config = configuration.resolve(configuration.check_known(given, "bench"))
         script = Script(path=WORKER, is_module=True, arguments=to_arguments(self._task, self._side, path))
 

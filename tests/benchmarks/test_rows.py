@@ -106,9 +106,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
 
 
 def settings(side: JobSide) -> dict[str, Any]:
-    return {
-        key: value for key, value in side._settings.items() if key in ("servers", "policy", "window", "transport")
-    }
+    return {key: value for key, value in side.settings.items() if key in ("servers", "policy", "window", "transport")}
 
 
 def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
@@ -121,14 +119,14 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
     assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
     assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
-    assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0]._settings["exchange"] == "ring"
-    nccl = played["nccl-1"][0]._settings
+    assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0].settings["exchange"] == "ring"
+    nccl = played["nccl-1"][0].settings
     assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
     assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
-    given = {name: ours._settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
+    given = {name: ours.settings.get("server_device") for name, (ours, _, _) in played.items() if name in jobs}
     on_gpu = {name for name in jobs if name.startswith("cuda-") and name.endswith("-server")}
     assert {name: device for name, device in given.items() if device} == dict.fromkeys(on_gpu, "cuda")
-    ring = played["cuda-gpt-24-nccl"][0]._settings
+    ring = played["cuda-gpt-24-nccl"][0].settings
     assert (ring["exchange"], ring["sums"]) == ("ring", "nccl")
 
 
@@ -154,7 +152,7 @@ def test_both_sides_do_the_same_work(played: dict[str, Sides]):
 def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides]):
     """They have nothing to wait for: two of them are under way when the third begins."""
     for ours, _, _ in played.values():
-        window = ours._settings.get("window", 0) if isinstance(ours, JobSide) else 0
+        window = ours.settings.get("window", 0) if isinstance(ours, JobSide) else 0
         assert ours._task.num_uncounted > window + 1 if window else ours._task.num_uncounted == 1
 
 

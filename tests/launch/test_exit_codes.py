@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 BEGIN = """
-    import os, pathlib, signal, sys, time
+    import contextlib, os, pathlib, signal, sys, time
     import numpy as np, syncline
 
     job = syncline.init()
@@ -87,15 +87,20 @@ AFTERWARDS = (
 UNDECIDED = (
     BEGIN
     + """
+    done = pathlib.Path("done")
     for step in job.steps(5):
         push()
     if job.is_chief:
-        while not pathlib.Path("done").exists():
+        while not done.exists():
             time.sleep(0.05)
-        time.sleep(1.0)
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(int(done.read_text()), 0)
+                time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     job.close()
-    pathlib.Path("done").touch()
+    pathlib.Path("made").write_text(str(os.getpid()))
+    os.rename("made", "done")
 """
 )
 

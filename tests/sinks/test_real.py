@@ -92,21 +92,22 @@ def test_tensorflow_is_not_loaded(tmp_path: pathlib.Path) -> None:
     assert done.stdout == "written\n", done.stderr
 
 
-def test_a_disk_that_is_full_begins_another_file_later(tmp_path: pathlib.Path) -> None:
+def test_a_disk_that_is_full_begins_another_file_later(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A record may have been cut off: nothing is put behind it."""
+    from tensorboard.summary.writer import record_writer
+
     sink = TensorBoardSink(run_in(tmp_path))
     sink.write(look(1, loss=1.0), ())
 
-    class Full:
-        def write(self, data: bytes) -> None:
-            raise OSError(28, "No space left on device")
+    def write(self: Any, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
 
-        def flush(self) -> None: ...
-        def close(self) -> None: ...
-
-    sink._writer = Full()
-    with pytest.raises(SinkError, match="No space left on device; make space"):
-        sink.write(look(2, loss=2.0), ())
+    with monkeypatch.context() as patched:
+        patched.setattr(record_writer.RecordWriter, "write", write)
+        with pytest.raises(SinkError, match="No space left on device; make space"):
+            sink.write(look(2, loss=2.0), ())
     sink.write(look(3, loss=3.0), ())
     sink.close(has_failed=False)
     assert [one.step for one in read(tmp_path).Scalars("loss")] == [1, 3]
@@ -160,11 +161,20 @@ def test_a_server_that_is_not_there_is_said(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, client: Any
 ) -> None:
     """Readings wait for it; nothing is lost when it is there again."""
+    import mlflow
+
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    reached = [mlflow.MlflowClient("http://127.0.0.1:9")]
+
+    class Reached:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(reached[-1], name)
+
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda uri: Reached())
     sink = MlflowSink(run_in(tmp_path), SinkPlace("mlflow", "http://127.0.0.1:9"))
     with pytest.raises(SinkError, match=r"MLflow at http://127.0.0.1:9: \w+: .*127.0.0.1"):
         sink.write(look(1, loss=1.0), ())
-    sink._client = client
+    reached.append(client)
     sink.write(look(2, loss=0.5), ())
     sink.close(has_failed=False)
     (run,) = client.search_runs([client.get_experiment_by_name("syncline").experiment_id])

@@ -155,7 +155,7 @@ def test_a_week_stays_small() -> None:
 
 def test_which_sinks_a_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"tensorboard"}
-    monkeypatch.setattr(choosing, "_is_installed", installed.__contains__)
+    monkeypatch.setattr(choosing, "is_installed", installed.__contains__)
 
     def names(*sinks: str) -> list[str]:
         return [choice.name for choice in choices(JobConfig(sink=sinks))]

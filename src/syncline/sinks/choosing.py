@@ -27,10 +27,10 @@ def choices(config: JobConfig) -> list[Choice]:
     """Raises ConfigError for a sink that cannot be, or whose package is missing."""
     places = places_of(config)
     for place in places:
-        if not _is_installed(place.kind):
+        if not is_installed(place.kind):
             raise ConfigError(f"--sink {place.kind}: its package is missing: {REMEDIES[place.kind]}")
     kinds = {place.kind for place in places}
-    if TENSORBOARD not in kinds and OFF not in config.sink and _is_installed(TENSORBOARD):
+    if TENSORBOARD not in kinds and OFF not in config.sink and is_installed(TENSORBOARD):
         places = [*places, SinkPlace(TENSORBOARD)]
     return [Choice(place.kind, functools.partial(_MAKERS[place.kind], place)) for place in places]
 
@@ -50,7 +50,7 @@ def _mlflow(place: SinkPlace, run: SinkRun) -> Sink:
 _MAKERS: Mapping[str, Callable[[SinkPlace, SinkRun], Sink]] = {TENSORBOARD: _tensorboard, MLFLOW: _mlflow}
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
