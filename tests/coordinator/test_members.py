@@ -35,7 +35,7 @@ from syncline.core.wire.control import (
     Scale,
 )
 from syncline.core.wire.message import Done
-from syncline.errors import ConnectionLost, FencedError
+from syncline.errors import ConnectionLost, FencedError, ProtocolError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
@@ -306,6 +306,27 @@ def test_a_server_that_dies_within_a_change_is_part_of_the_next(jobs: Any) -> No
     until(lambda: not job.disk.last.is_changing, "settled")
     with pytest.raises(ConnectionLost):
         job["server-2"].ask(Heartbeat())
+
+
+def test_holds_last_longer_with_each_try_that_failed(jobs: Any) -> None:
+    """On a starved machine every Install would come after the end of a short hold, for ever."""
+    job = jobs(workers=3, servers=2).begin()
+    job["server-1"].holds.add(Install)
+    job.kill("worker-1")
+    held = job["server-1"].held
+    for _ in range(6):
+        until(lambda: bool(held), "another try")
+        held.pop().refuse(ProtocolError("generation 2 was superseded"))
+    until(lambda: bool(held), "another try")
+    held.pop().reply(Done())
+    until(lambda: not job.disk.last.fencing, "settled")
+    times = [message.times for message in job["server-0"].all(Prepare)]
+    assert sorted(set(times)) == [1, 2, 4, 8, 16] and times == sorted(times)
+    job["server-1"].holds.clear()
+    job["server-0"].heard.clear()
+    job.kill("worker-2")
+    until(lambda: bool(job["server-0"].all(Prepare)), "another change")
+    assert job["server-0"].all(Prepare)[0].times == 1
 
 
 def test_a_thousand_joins_and_deaths_leave_nothing_behind(jobs: Any) -> None:

@@ -63,6 +63,7 @@ class Coordinator(AtBarriers):
         self.num_keys = 0
         self.is_dirty = state.formed  # in this house every generation is installed, also one in which nobody moves
         self.later = 0.0
+        self.num_failed = 0  # changes in a row that some server held no longer
         self.open_desk()
         self._look()
 
@@ -298,7 +299,7 @@ class Coordinator(AtBarriers):
         self.job.change_is_under_way()
         attempt.update(asked=self.world.now, heard=set(), times=attempt["times"] + 1)
         for server in attempt["change"].servers:
-            self.say(server, "prepare", attempt["change"].prepare())
+            self.say(server, "prepare", attempt["change"].prepare(self.num_failed))
 
     def _is_under_way(self, change: Reconfiguration) -> bool:
         return self.attempt is not None and self.attempt["change"] is change
@@ -351,6 +352,7 @@ class Coordinator(AtBarriers):
     def on_not_held(self, session: Session, frame: Frame) -> None:
         if self.attempt is not None and self.attempt["change"].generation == frame.body[0]:
             self.attempt, self.is_dirty = None, True
+            self.num_failed += 1
             self._wait(0.02)
 
     def on_installed(self, session: Session, frame: Frame) -> None:
@@ -370,7 +372,7 @@ class Coordinator(AtBarriers):
             self.attempt = None
             self._wait(0.05)
             return
-        self.attempt, self.released = None, change.generation
+        self.attempt, self.released, self.num_failed = None, change.generation, 0
         self.seated = {name for replica_set in change.replica_sets for name in replica_set.names}
         entries = dict(self.deciding.entering)
         places = self.deciding.finish(change)

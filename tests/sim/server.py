@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from syncline.core.members import Member
-from syncline.core.reconfigure import MOVE_TIMES
 from syncline.core.slice_state import SliceState, highest_clocks, least_clocks, life_of, reach_of
 from syncline.core.wire.control import Install, Prepare, Prepared
 
@@ -52,7 +51,7 @@ class Server(Gated):
                 kept = set(replica_set.names)
                 hosted.targets = {life: name for life, name in hosted.targets.items() if name in kept}
                 hosted.sent.clear()  # said again, in the new generation
-        seconds = self.job.scenario.hold_seconds * (MOVE_TIMES if change.moves else 1.0)
+        seconds = self.job.scenario.hold_seconds * change.times
         self.hold_until = self.world.now + seconds
         self.preparing = (session, change)
         self.after(seconds + 1e-4, self._hold_ends)

@@ -32,7 +32,7 @@ _RETRY_SECONDS = 0.02
 _LATER_SECONDS = 0.2
 #: How often the reason of retries is reported.
 _REPORT_SECONDS = 1.0
-#: A hold lasts 150 ms. Servers whose answers are further apart than this are asked again.
+#: A hold lasts 150 ms at first. Servers whose answers are further apart than this are asked again.
 _APART_SECONDS, _MOST_TRIES = 0.1, 5
 
 
@@ -55,6 +55,7 @@ class Reconfigurer:
         self._lost_slices, self._barriers, self._roster = lost_slices, barriers, roster
         self._asking: dict[str, Request] = {}  # requests of workers that enter and servers that retire
         self._trouble = ("", 0.0)  # why the reconfiguration is retried, and since when
+        self._num_failed = 0  # tries in a row
         self._thread: threading.Thread | None = None
 
     def start(self, *, resume: bool) -> None:
@@ -125,12 +126,13 @@ class Reconfigurer:
                 pause = 1.0
             except SynclineError as error:
                 pause = _RETRY_SECONDS  # a server is gone, or its hold ended
+                self._num_failed += 1
                 self._report_retry(str(error))
             except Exception as error:  # our own bug: the job must fail visibly, not hang
                 self._job.fail("coordinator", f"it has a bug: {type(error).__name__}: {error}")
                 raise
             else:
-                self._trouble = ("", 0.0)
+                self._trouble, self._num_failed = ("", 0.0), 0
 
     def _wait_for_work(self, pause: float) -> bool:
         """Waits for the pause, or until there may be work. Returns False at the end."""
@@ -264,9 +266,10 @@ class Reconfigurer:
 
     def _prepare(self, change: Reconfiguration) -> None:
         """Makes all servers hold their commits. Holds are short, so all answers must come close together."""
+        prepare = change.prepare(self._num_failed)
         for _ in range(_MOST_TRIES):
             began = time.monotonic()
-            for server, answer in self._calls.ask(dict.fromkeys(change.servers, change.prepare())).items():
+            for server, answer in self._calls.ask(dict.fromkeys(change.servers, prepare)).items():
                 if not isinstance(answer, Prepared):
                     raise ProtocolError(f"{server} answered {type(answer).__name__} to Prepare")
                 change.prepared(server, answer)

@@ -250,6 +250,9 @@ class Planner:
 #: Holds last this much longer if primaries change: servers that have installed it drop open commits, so others must
 #: not go on.
 MOVE_TIMES = 10.0
+#: Holds last twice as long after each try that failed, at most this many times as long: on a starved machine Installs
+#: would come too late every time.
+MOST_TIMES = 16.0
 
 
 class Loss(NamedTuple):
@@ -286,10 +289,11 @@ class Reconfiguration:
         #: By worker: its clock at a boundary, and its commits between two boundaries.
         self.boundaries: dict[str, tuple[int, int]] = {}
 
-    def prepare(self) -> Prepare:
-        return Prepare(
-            self.generation, list(self.fenced.items()), self.replica_sets, self.moves, list(self.servers.items())
-        )
+    def prepare(self, num_failed: int = 0) -> Prepare:
+        """`num_failed`: how many tries in a row have failed before."""
+        servers = list(self.servers.items())
+        times = min(2.0**num_failed, MOST_TIMES) * (MOVE_TIMES if self.moves else 1.0)
+        return Prepare(self.generation, list(self.fenced.items()), self.replica_sets, self.moves, servers, times)
 
     def prepared(self, server: str, answer: Prepared) -> bool:
         """Takes a server's answer. Returns whether all have answered."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import msgspec
 
 from syncline import faults
-from syncline.core.reconfigure import MOVE_TIMES
 from syncline.core.wire.control import Install, Leave, LetGo, Prepare, Prepared, Roster
 from syncline.core.wire.message import Done
 from syncline.errors import FencedError, ProtocolError, Refresh
@@ -20,7 +19,8 @@ from syncline.server.pulls import Pulls
 from syncline.server.ring import Voting
 from syncline.server.tasks import RoundTask, SliceTask, in_thread
 
-#: A hold without an Install ends after this time, so that a dead coordinator does not block the job.
+#: A hold without an Install ends after this time, or a multiple that Prepare names: a dead coordinator must not block
+#: the job.
 HOLD_SECONDS = 0.15
 #: How long a new reconfiguration waits for the supply of the previous one.
 _SUPPLY_SECONDS = 2.0
@@ -121,7 +121,7 @@ class ServerReconfiguration:
             answer = self._prepared(message)
         faults.reach("prepare.held")
         request.reply(answer)
-        hold.ended.wait(self.hold_seconds * (MOVE_TIMES if message.moves else 1.0))
+        hold.ended.wait(self.hold_seconds * message.times)
         self._end_by_itself(hold)
 
     def let_go(self, message: LetGo) -> None:

@@ -325,7 +325,7 @@ class Prepare(Message, frozen=True):
 
     `replica_sets`: those of the next generation, already journaled: a slice without its backup may acknowledge alone.
     `moves`: primaries change, and open commits must be replayed. `servers`: all current servers with incarnations;
-    updates of any others are refused.
+    updates of any others are refused. `times`: how many times its usual time the hold lasts.
     """
 
     generation: int
@@ -333,6 +333,7 @@ class Prepare(Message, frozen=True):
     replica_sets: list[ReplicaSet]
     moves: bool
     servers: list[tuple[str, int]] = []
+    times: float = 1.0
 
 
 class LetGo(Message, frozen=True):
