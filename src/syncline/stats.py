@@ -173,6 +173,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     exchange: str = "servers"
     step: int = 0  #: the job's, as `job.step` is
     verdicts: list[JobVerdict] = []  #: what is slow or wrong, the worst first
+    missing: list[str] = []  #: members that the job waits for before it starts
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):

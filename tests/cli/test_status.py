@@ -49,6 +49,17 @@ def test_a_quiet_job() -> None:
     ]
 
 
+def test_a_job_that_starts_says_for_whom_it_waits() -> None:
+    """Right after `run --detach` no member has joined: there is no table, and nothing that looks like an error."""
+    names = [f"worker-{k}" for k in range(8)]
+    text = show_status(job(members=[], missing=["server-0", *names]))
+    assert "member " not in text
+    waits = "it waits for server-0, worker-0, worker-1, worker-2, worker-3, worker-4 and 3 more to join"
+    assert f"the job has not started yet: {waits}" in " ".join(text.split())
+    text = show_status(job(members=[member("server-0")], missing=["worker-7"]))
+    assert "server-0" in text and "the job has not started yet: it waits for worker-7 to join" in text
+
+
 def test_how_far_the_epochs_are_and_who_has_read_how_much() -> None:
     epoch = EpochProgress(
         loader="loader-0", epoch=1, num_samples=1000, num_done=380, num_passed_over=16, num_quarantined=4,

@@ -177,6 +177,21 @@ def test_many_readings_of_a_second_are_merged(jobs: Jobs, tmp_path: pathlib.Path
     assert len(own) == recording.MOST_POINTS and sum(value or 0.0 for value in own) / len(own) == 499.5
 
 
+def test_too_many_names_of_all_workers_together_are_said_once(jobs: Jobs, tmp_path: pathlib.Path) -> None:
+    """No worker has too many by itself. The job goes on, and metrics that it has are read as before."""
+    job = jobs().begin()
+    own = recorder(job, tmp_path)
+    for turn, worker in enumerate(("worker-0", "worker-1")):
+        for part in range(10):
+            values = {f"{worker}/{part}/{k}": (1.0, 1.0) for k in range(60)}
+            job[worker].ask(Metrics(part + 1, values, step=turn + 1))
+    for worker in ("worker-0", "worker-1"):
+        job[worker].ask(Metrics(11, {"worker-0/0/0": (5.0, 1.0)}, step=3))
+    events = [event.text for event in own.look().events if "all further names" in event.text]
+    assert events == ["the job has 1,000 metrics: 'worker-1/6/40' and all further names are left out"]
+    assert job.coordinator.metrics.values()["worker-0/0/0"] == 5.0
+
+
 def test_the_usual_time_of_a_step() -> None:
     pace = StepPace()
     for second in range(20):

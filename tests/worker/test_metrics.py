@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from syncline.config import resolve
@@ -133,14 +134,40 @@ def test_a_whole_reading_waits_for_the_rules() -> None:
     assert signals.stop == "--stop" and job.asked[0].is_whole and job.asked[0].values == {"accuracy": (0.9, 1.0)}
 
 
-def test_there_is_a_most_of_names() -> None:
-    measures, *_ = made()
-    measures.report({f"m{number}": 1.0 for number in range(MOST_METRICS)})
-    with pytest.raises(ConfigError, match="would be metric 1001: give few, fixed names; 'm777' is one of them"):
-        measures.report({"m7777": 1.0})
+def test_names_beyond_the_most_are_left_out_and_that_is_said_once() -> None:
+    """A script that makes a name of each step goes on, and so do the metrics that it had."""
+    measures, link, _, _, said = made()
+    for number in range(10_000):
+        measures.report({"loss": 1.0, f"m{number}": 1.0})
+    names = {name for message in link.heard for name in message.values}
+    assert len(names) == MOST_METRICS and link.heard[-1].values.keys() == {"loss"}
+    (line,) = said
+    assert line == (
+        "worker-0 has reported 1,000 metrics: 'm999' and all further names are left out; give few, fixed names; "
+        "'m99' is one of them"
+    )
+
+
+def test_what_cannot_be_reported() -> None:
+    measures, link, *_ = made()
     with pytest.raises(ConfigError, match="weight = -1: it must be a number from 0 on"):
         measures.report({"m1": 1.0}, weight=-1)
     measures.report({})
+    for name in ("a b", "", "é", "a\nb", "x" * 201, "-a", "a{b}", '"', "../a\0"):
+        with pytest.raises(ConfigError, match="is not a name for a metric: letters, digits"):
+            measures.report({name: 1.0})
+    for value, words in (
+        ("high", r"loss = 'high': it must be a number; report words as syncline.Text"),
+        (b"1", r"it must be a number$"),
+        (None, r"loss = None: it must be a number$"),
+        ([1.0, 2.0], r"loss is a list: it must be one number"),
+        (np.zeros((2, 3)), r"loss is a ndarray of shape \(2, 3\): it must be one number, e.g. its .mean\(\)"),
+        (1j, r"loss is a complex: it must be one number"),
+        (10**400, r"loss is a int: it must be one number"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            measures.report({"loss": value})
+    assert link.heard == []
 
 
 def test_a_factor_is_on_what_is_pushed() -> None:

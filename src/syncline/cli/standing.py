@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from syncline.core.leasing.progress import epoch_told
 from syncline.core.metrics import told
 from syncline.core.pipelining.telling import pipeline_lines
-from syncline.core.units import counted
+from syncline.core.units import counted, listed
 from syncline.stats import EpochProgress, JobStatus, JobVerdict, MemberStatus, Wait
 
 COLUMNS = 100
 MOST_EVENTS = 10
+#: Members that are named, of those that the job waits for before it starts.
+MOST_MISSING = 6
 _HEAD = (
     "member",
     "incarnation",
@@ -39,7 +41,11 @@ def show_status(status: JobStatus) -> str:
         f"generation {status.generation} · {duration(status.seconds)}"
     )
     lines = [head, f"a {'process' if is_ring else 'server'}'s death: {status.protection}", ""]
-    lines += _table(status.members)
+    lines += _table(status.members) if status.members else []
+    if status.missing:
+        named = status.missing[:MOST_MISSING]
+        rest = [f"{len(status.missing) - MOST_MISSING} more"] if len(status.missing) > MOST_MISSING else []
+        lines.append(f"the job has not started yet: it waits for {listed([*named, *rest])} to join")
     if any(member.steps_per_push > 1 for member in status.members):
         made = (f"{member.name} {member.steps_per_push:,}" for member in status.members if member.role == "worker")
         lines += ["", f"local steps for a push: {', '.join(made)}"]

@@ -15,7 +15,7 @@ from syncline.coordinator.job import JobContext
 from syncline.coordinator.leases import LeaseService
 from syncline.core.media import GiveMedia, check_item
 from syncline.core.members import Member
-from syncline.core.metrics import Merging, Metrics, Reading, Steer, told
+from syncline.core.metrics import MOST_METRICS, Merging, Metrics, Reading, Steer, told
 from syncline.core.stopping import Rules, Steering, Stopping, is_reported_late, rules_of
 from syncline.core.wire.message import Done
 from syncline.errors import ProtocolError, StoreError
@@ -170,6 +170,7 @@ class MetricService:
         self._job, self._stop_rules = job, stop_rules
         self._merging = Merging(job.membership.state.metrics)
         self._steps: dict[str, int] = {}  # of each worker, by its reports
+        self._has_told_of_left_out = False
 
     @property
     def newest(self) -> dict[str, Reading]:
@@ -191,12 +192,21 @@ class MetricService:
                     validated = self._job.membership.state.validations.metrics
                     told = {n: v for n, v in message.values.items() if n not in validated}
                     found = self._merging.take(name, told, message.step, self._participants(), message.errors)
+                self._tell_of_left_out()
                 self._steps[name] = message.step
                 for fresh in found or [{}]:
                     self._stop_rules.add_readings(fresh, message.step)
                 self._stop_rules.reach_step(self._step())
             steer = self._job.membership.state.steering.steer
         request.reply(steer)
+
+    def _tell_of_left_out(self) -> None:
+        """Under the lock: says once that there are too many names, of all workers together."""
+        if self._merging.left_out and not self._has_told_of_left_out:
+            self._has_told_of_left_out = True
+            self._job.event(
+                f"the job has {MOST_METRICS:,} metrics: {self._merging.left_out!r} and all further names are left out"
+            )
 
     def handle_media(self, request: Request, message: GiveMedia) -> None:
         """A worker gives images, histograms and texts."""

@@ -311,6 +311,7 @@ class StatusService:
             lr_factor=membership.state.steering.factor,
             step=self._job.step(),
             verdicts=list(self._job.verdicts),
+            missing=[] if membership.formed or outcome else membership.missing(),
         )
 
     def _members(self) -> list[MemberStatus]:

@@ -82,6 +82,7 @@ class Merging:
 
     def __init__(self, state: MetricState) -> None:
         self.state = state
+        self.left_out = ""  #: the first metric for which there was no room
 
     def is_new(self, worker: str, incarnation: int, number: int) -> bool:
         """Whether this report is new; marks it as known."""
@@ -103,6 +104,7 @@ class Merging:
         found: dict[str, Reading] = {}
         for name, (value, weight) in values.items():
             if name not in self.state.reports and len(self.state.reports) >= MOST_METRICS:
+                self.left_out = self.left_out or name
                 continue
             reports = self.state.reports.setdefault(name, Reports())
             if reports.reporters is None and worker in reports.sums:
@@ -125,6 +127,7 @@ class Merging:
         for name, value in values.items():
             known = self.state.readings.get(name)
             if known is None and len(self.state.readings) >= MOST_METRICS:
+                self.left_out = self.left_out or name
                 continue
             number = known.number + 1 if known is not None else 1
             found[name] = self._keep(name, Reading(value, step, number, error=errors.get(name, 0.0)))

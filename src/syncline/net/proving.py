@@ -28,7 +28,9 @@ def listening(sock: socket.socket, side: handshake.Listening, until: float) -> P
     try:
         challenge = side.challenge(parts.read())
         if _is_gone(sock):  # it gave up while we were suspended, and dials again
-            raise ConnectionLost(f"{side.asker} had given up before it was answered")
+            raise ConnectionLost(
+                f"{side.asker} closed it before this process, which was busy, could answer; it tries again by itself"
+            )
         sock.sendall(challenge)
     except ProtocolError as error:
         with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ def summary(runs: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("verdict", *(run.told for run in runs)),
         ("steps", *(f"{run.step:,}" for run in runs)),
-        ("time", *(seconds_told(run.seconds) for run in runs)),
+        ("time, without the start", *(seconds_told(run.seconds) for run in runs)),
         ("samples/s", *(number_told(run.samples_per_second or None) for run in runs)),
         ("deaths", *(str(sum(event.kind == "death" for event in run.events)) for run in runs)),
     ]

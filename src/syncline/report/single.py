@@ -43,7 +43,7 @@ def _parts(run: RunRecord) -> Iterator[str]:
 
 def _tiles(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "steps", f"{run.step:,}"
-    yield "time", seconds_told(run.seconds)
+    yield "time, without the start", seconds_told(run.seconds)
     if run.samples_per_second:
         yield "samples per second", number_told(run.samples_per_second)
     yield "workers, servers", f"{_most(run.figures, 'num_workers')}, {_most(run.figures, 'num_servers')}"

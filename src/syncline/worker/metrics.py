@@ -87,6 +87,7 @@ class Measures:
         self._is_broken = False  # a reply was lost: resend all open reports
         self._taken: dict[str, int] = {}  # metric -> samples of this worker at its last report
         self._noted: set[str] = set()
+        self._is_full = False  # and that was said
         self._media = MediaReports(link, say)
         self._has_reached = False
 
@@ -98,6 +99,7 @@ class Measures:
         if media:
             self._media.report(media, self._job.step)
         known = {name: self._checked(name, value) for name, value in values.items() if name not in media}
+        known = {name: number for name, number in known.items() if self._has_room(name)}
         if not known:
             return
         if weight is not None and not (math.isfinite(weight) and weight >= 0):
@@ -167,12 +169,25 @@ class Measures:
 
     # -- what can be reported -----------------------------------------------------------------------------
 
-    def _checked(self, name: str, value: Any) -> float:
-        _named(name)
-        if name not in self._taken and len(self._taken) >= MOST_METRICS:
+    def _has_room(self, name: str) -> bool:
+        """Whether this name is one of those that are reported. The first one that is not is told."""
+        if name in self._taken:
+            return True
+        if len(self._taken) < MOST_METRICS:
+            self._taken[name] = 0
+            return True
+        if not self._is_full:
+            self._is_full = True
             near = difflib.get_close_matches(name, self._taken, n=1)
             hint = f"; {near[0]!r} is one of them" if near else ""
-            raise ConfigError(f"job.report: {name!r} would be metric {MOST_METRICS + 1}: give few, fixed names{hint}")
+            self._say(
+                f"{self._job.name} has reported {MOST_METRICS:,} metrics: {name!r} and all further names are left "
+                f"out; give few, fixed names{hint}"
+            )
+        return False
+
+    def _checked(self, name: str, value: Any) -> float:
+        _named(name)
         number = _number(name, value)
         if not math.isfinite(number) and name not in self._noted:
             self._noted.add(name)
