@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import xxhash
 
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError, StoreError
@@ -34,7 +35,7 @@ class KerasSteps:
         self.waits = False  #: XLA compiled the step: the callback makes the exchange
         self._counted = True  # whether the last step was one of the job
         self._resumes: Mapping[str, Any] | None = None  # parameters behind a step on the worker that does not count
-        self._given: tuple[int, Mapping[str, Any]] = (0, {})  # the job's values in the model, and steps until then
+        self._given = (0, b"")  # steps until the model got the job's values, and the digest of those
         self.callback: Any = None  #: while `fit` runs with one
 
     def begin(self, variables: Sequence[Any], inner: Any, reason: str) -> None:
@@ -84,8 +85,7 @@ class KerasSteps:
         num_steps, given = self._given
         if num_steps != self._num_steps:
             return  # a step has changed them
-        pairs = zip(self._names, self.variables, strict=True)
-        if all(np.array_equal(to_host(variable), given[name], equal_nan=True) for name, variable in pairs):
+        if digest_of(map(keras.ops.convert_to_numpy, self.variables)) == given:
             return
         if not getattr(self._inner, "use_ema", False):  # there Keras itself sets averages at the end of fit
             raise ConfigError(
@@ -286,8 +286,9 @@ class KerasSteps:
             self._give(values)
 
     def _give(self, values: Mapping[str, Any]) -> None:
-        self.take([values[name] for name in self._names])
-        self._given, self._resumes = (self._num_steps, copied(values)), None
+        given = [values[name] for name in self._names]
+        self.take(given)
+        self._given, self._resumes = (self._num_steps, digest_of(given)), None
 
     # -- what is saved ------------------------------------------------------------------------------------
 
@@ -340,6 +341,13 @@ class KerasSteps:
 
 def value_of(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def digest_of(arrays: Iterable[Any]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
