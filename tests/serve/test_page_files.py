@@ -63,6 +63,7 @@ def test_the_status_says_versions_latency_and_queue(tmp_path: pathlib.Path) -> N
             "name": "net", "current": "2", "canary": "", "share": 0.0, "is_pinned": False,
             "versions": [{"name": "2", "step": 20}], "labels": ["none", "some", "all"], "num_answered": 1,
             "num_refused": 1, "num_queued": 0, "num_connections": 1, "num_batches": 1, "num_rows": 3,
+            "num_replicas": 1,
         }  # fmt: skip
 
 

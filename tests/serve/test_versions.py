@@ -12,18 +12,32 @@ def version(number: int) -> Version:
     return Version(str(number), f"d{number}", f"saves/{number}", number, lambda inputs: {})
 
 
-def with_versions(*numbers: int) -> Versions:
-    versions = Versions()
+def with_versions(*numbers: int) -> Versions[Version]:
+    versions: Versions[Version] = Versions()
     for number in numbers:
         versions.add(version(number))
     return versions
 
 
-def names(versions: Versions) -> list[str]:
+def test_another_process_stands_in_the_same_way() -> None:
+    """Also after a rollback, with a canary: a process that takes over must not bring back what was left."""
+    versions = with_versions(1, 2, 3)
+    versions.rollback()
+    versions.set_canary(0.25)
+    versions.add(version(4))
+    other: Versions[Version] = Versions()
+    other.follow(versions.standing(), {f"d{number}": version(number) for number in (1, 2, 4)})
+    assert other.standing() == versions.standing()
+    assert names(other) == ["1", "2", "4"] and answering(other) == "2" and not other.is_wanted("d3")
+    assert [other.draw().name for _ in range(8)].count("4") == 2  # type: ignore[union-attr]
+    assert other.rollback().name == "1"
+
+
+def names(versions: Versions[Version]) -> list[str]:
     return [one.name for one in versions.loaded()]
 
 
-def answering(versions: Versions) -> str:
+def answering(versions: Versions[Version]) -> str:
     found = versions.current
     assert found is not None
     return found.name

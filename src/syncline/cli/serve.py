@@ -62,7 +62,12 @@ def serve(
         str,
         typer.Option(help='A new version must pass, e.g. "accuracy>=0.85" on what `validate` of the file returns.'),
     ] = "",
-    threads: Annotated[int, typer.Option(help="Threads for the model's kernels; 0: one per core.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(help="Processes that answer behind the port. They share the memory of the weights.")
+    ] = 1,
+    threads: Annotated[
+        int, typer.Option(help="Threads for the model's kernels, of all replicas together; 0: one per core.")
+    ] = 0,
     token_file: Annotated[
         str,
         typer.Option(
@@ -97,6 +102,7 @@ def serve(
         "max_delay": 0.0 if max_delay == "0" else duration("--max-delay", max_delay, "5ms, 0.1s, 0"),
         "refresh": 0.0 if refresh == "never" else duration("--refresh", refresh, "2s, 1m, never"),
         "guard": guard,
+        "replicas": replicas,
         "threads": threads,
         "token_file": token_file,
         "cert": cert,
@@ -132,6 +138,8 @@ def serve(
 
 
 def say_where(server: Any) -> None:
+    if server.config.replicas > 1:
+        typer.echo(f"syncline: {server.config.replicas} replicas answer", err=True)
     typer.echo(f"syncline: {server.name} version {server.version} at {server.url}", err=True)
     if server.grpc_address:
         typer.echo(f"syncline: gRPC at {server.grpc_address}", err=True)

@@ -133,5 +133,10 @@ def _show(reply: dict[str, Any]) -> None:
             words.append(f"canary, {reply['share']:.1%}")
         table.add_row(one["name"], f"{one['step']:,}", ", ".join(words), one["where"])
     console.print(table)
+    for one in reply["processes"]:
+        name = f"replica {one['number']}" if one["role"] == "replica" else one["role"]
+        state = "" if one["is_up"] else ", starts"
+        restarts = f", restarted {one['num_restarts']} times" if one["num_restarts"] else ""
+        console.print(f"{name}{state}{restarts}: process {one['pid']}")
     if reply["share"] and not reply["canary"]:
         console.print(f"the next version gets {reply['share']:.1%} of the requests")

@@ -8,7 +8,9 @@ limits, metrics                tokens, rates, connections; what is counted
 application, listening         HTTP: routes; uvicorn around them
 openapi, page_files, static/   the description of that API; the page that tries the model in a browser
 grpc_calls                     the same over gRPC
-control, server                `serve-ctl`; all of it together
+settings, answering            how a model is served; batches, HTTP and gRPC together, in one process
+shared_weights, replicas/      weights in memory that processes share; several processes behind one port
+control, standing, server      `serve-ctl`; all of it together
 exporting                      a torch module with saved weights as ONNX or torch.export (`syncline export`)
 """
 

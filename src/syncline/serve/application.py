@@ -15,15 +15,17 @@ import syncline.serve.protocol as protocol
 from syncline.serve.batching import BatchAnswer, Batcher
 from syncline.serve.datatypes import RequestError, TensorSpec
 from syncline.serve.limits import ByteBudget, Connections, Gate
-from syncline.serve.metrics import ServingMetrics
+from syncline.serve.metrics import ServingMetrics, ServingTotals
 from syncline.serve.openapi import METRICS, description
 from syncline.serve.page_files import HEADERS, is_page, page_file
-from syncline.serve.versions import Versions
+from syncline.serve.versions import Version, Versions
 
 log = logging.getLogger("syncline.serve")
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+#: The totals of all processes behind a port, and how many processes there are. RequestError: they cannot be had.
+AllTotals = Callable[[], Awaitable[tuple[ServingTotals, int]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON, _BINARY = b"application/json", b"application/octet-stream"
@@ -56,7 +58,7 @@ class Application:
     def __init__(
         self,
         model: ServedModel,
-        versions: Versions,
+        versions: Versions[Version],
         batcher: Batcher,
         metrics: ServingMetrics,
         gate: Gate,
@@ -66,7 +68,10 @@ class Application:
         most_bytes: int,
         body_seconds: float,
         syncline_version: str,
+        all_totals: AllTotals | None = None,
     ) -> None:
+        """`all_totals`: of all processes behind this port, where there are several."""
+        self._all_totals = all_totals
         self._model, self._versions, self._batcher, self._metrics = model, versions, batcher, metrics
         self._gate, self._connections = gate, connections
         self._most_bytes, self._body_seconds, self._release = most_bytes, body_seconds, syncline_version
@@ -107,7 +112,7 @@ class Application:
                 else:
                     if method not in ("GET", "HEAD"):
                         raise RequestError(405 if self._knows(path) else 404, f"{path} does not take {method}")
-                    reply = self._look(path)
+                    reply = await self._look(path)
             except RequestError as error:
                 headers: tuple[tuple[bytes, bytes], ...] = ()
                 if error.retry_seconds:
@@ -232,7 +237,7 @@ class Application:
     def _knows(self, path: str) -> bool:
         return path in _PLACES or path.startswith("/v2/models/") or is_page(path)
 
-    def _look(self, path: str) -> _Reply:
+    async def _look(self, path: str) -> _Reply:
         if path == "/v2/health/live":
             return _Reply(200, b'{"live":true}')
         if path == "/v2/health/ready":
@@ -241,9 +246,14 @@ class Application:
         if path == "/v2":
             return _Reply(200, msgspec.json.encode(self.server_metadata()))
         if path == "/metrics":
-            return _Reply(200, self.metrics(), _OPENMETRICS)
+            totals, num_replicas = await self._totals()
+            current = self._versions.current
+            text = totals.text(
+                current=current.name if current is not None else "", loaded=self._loaded(), num_replicas=num_replicas
+            )
+            return _Reply(200, text, _OPENMETRICS)
         if path == "/status":
-            return _Reply(200, msgspec.json.encode(self.status()))
+            return _Reply(200, msgspec.json.encode(self.status(*await self._totals())))
         if path == "/openapi.json":
             told = description(
                 self._model.name, self._model.inputs, self._release, needs_token=self._gate.needs_token
@@ -275,11 +285,20 @@ class Application:
             "outputs": [spec.described() for spec in self._model.outputs()],
         }
 
-    def status(self) -> dict[str, Any]:
+    def own_totals(self) -> ServingTotals:
+        """What this process has counted. Any thread may ask."""
+        self._metrics.forget(self._loaded())
+        return self._metrics.totals(num_queued=self._batcher.num_queued, num_connections=len(self._connections))
+
+    async def _totals(self) -> tuple[ServingTotals, int]:
+        """What all processes behind this port have counted, and how many they are."""
+        return (self.own_totals(), 1) if self._all_totals is None else await self._all_totals()
+
+    def status(self, totals: ServingTotals, num_replicas: int) -> dict[str, Any]:
         """Versions, latency and queue, for the page."""
-        versions, metrics = self._versions, self._metrics
+        versions, latency, batch_rows = self._versions, totals.latency, totals.batch_rows
         current, canary = versions.current, versions.canary
-        num_answered = metrics.latency.count
+        num_answered = latency.count
         return {
             "name": self._model.name,
             "current": current.name if current is not None else "",
@@ -289,23 +308,15 @@ class Application:
             "versions": [{"name": one.name, "step": one.step} for one in versions.loaded()],
             "labels": self._model.labels,
             "num_answered": num_answered,
-            "num_refused": max(0, metrics.num_requests - num_answered),
-            "num_queued": self._batcher.num_queued,
-            "num_connections": len(self._connections),
-            "num_batches": metrics.batch_rows.count,
-            "num_rows": round(metrics.batch_rows.total),
-            "p50_seconds": metrics.latency.quantile(0.5),
-            "p99_seconds": metrics.latency.quantile(0.99),
+            "num_refused": max(0, totals.num_requests - num_answered),
+            "num_queued": totals.num_queued,
+            "num_connections": totals.num_connections,
+            "num_batches": batch_rows.count,
+            "num_rows": round(batch_rows.total),
+            "num_replicas": num_replicas,
+            "p50_seconds": latency.quantile(0.5),
+            "p99_seconds": latency.quantile(0.99),
         }
-
-    def metrics(self) -> bytes:
-        current = self._versions.current
-        return self._metrics.text(
-            queue=self._batcher.num_queued,
-            connections=len(self._connections),
-            current=current.name if current is not None else "",
-            loaded=self._loaded(),
-        )
 
     def _loaded(self) -> list[str]:
         return [one.name for one in self._versions.loaded()]

@@ -48,7 +48,7 @@ class Batcher:
 
     def __init__(
         self,
-        versions: Versions,
+        versions: Versions[Version],
         policy: BatchPolicy,
         metrics: ServingMetrics,
         *,

@@ -63,22 +63,28 @@ def held(folder: pathlib.Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def control_socket(folder: pathlib.Path) -> Iterator[socket.socket]:
+    """A listening socket that `ask` finds there, until this ends."""
+    path = folder / SOCKET
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with _short(path) as address:
+            listener.bind(address)
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        listener.listen(8)
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
 class Control:
     """Answers one caller after another, in a thread of its own."""
 
-    def __init__(self, folder: pathlib.Path, answer: Callable[[ControlRequest], dict[str, Any]]) -> None:
-        self._answer = answer
-        self._path = folder / SOCKET
-        self._path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _short(self._path) as address:
-                self._listener.bind(address)
-            self._path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-            self._listener.listen(8)
-        except OSError:
-            self._listener.close()
-            raise
+    def __init__(self, listener: socket.socket, answer: Callable[[ControlRequest], dict[str, Any]]) -> None:
+        """`listener`: of `control_socket`; this object's from now on."""
+        self._answer, self._listener = answer, listener
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="syncline serve control", daemon=True)
 
@@ -92,7 +98,6 @@ class Control:
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
         self._listener.close()
-        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._is_closed:

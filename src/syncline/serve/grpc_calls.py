@@ -84,12 +84,15 @@ class GrpcCalls:
         *,
         host: str,
         port: int,
+        shares_port: bool,
         cert: str,
         key: str,
         most_bytes: int,
         most_calls: int,
         drain_seconds: float,
     ) -> None:
+        """`shares_port`: other processes listen on it too, and the kernel gives each a part of the connections."""
+        self._shares_port = shares_port
         self._application, self._protocol, self._metrics, self._gate = application, messages, metrics, gate
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._credentials = _credentials(cert, key) if cert else None
@@ -104,7 +107,7 @@ class GrpcCalls:
                 # beside the numbers a message has names and shapes
                 ("grpc.max_receive_message_length", self._most_bytes + (1 << 16)),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(self._shares_port)),
             ],
             maximum_concurrent_rpcs=self._most_calls,
         )

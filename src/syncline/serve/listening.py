@@ -10,7 +10,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from syncline.errors import ConfigError, WaitTimeout
@@ -44,6 +44,22 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}; choose another port") from None
     return sock
+
+
+@contextlib.contextmanager
+def reserved(host: str, port: int) -> Iterator[int]:
+    """A port at which several processes can listen, each with a socket of its own. ConfigError: it is taken."""
+    if port:
+        bind(host, port).close()  # fails beside another program, even one that shares the port with others
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = stack.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind(address)
+        except OSError as error:
+            raise ConfigError(f"--grpc-port {port}: cannot listen there: {error}; choose another port") from None
+        yield sock.getsockname()[1]
 
 
 def is_loopback(sock: socket.socket) -> bool:
@@ -113,6 +129,12 @@ class HttpListener:
         self._server.should_exit = True
         self._thread.join(self._drain_seconds + START_SECONDS)
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Calls it in the event loop; after `start`. Any thread may ask."""
+        assert self._server.loop is not None
+        with contextlib.suppress(RuntimeError):  # it was closed
+            self._server.loop.call_soon_threadsafe(function)
+
     def _run(self) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         try:
@@ -129,11 +151,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, connections: Connections, beside: Beside | None) -> None:
         super().__init__(config)
         self.is_up = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._watched, self._beside = connections, beside
         self._sweeper: asyncio.Task[None] | None = None
         self._end_beside: Callable[[], Awaitable[None]] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._sweeper = asyncio.create_task(self._sweep())
         if self._beside is not None:

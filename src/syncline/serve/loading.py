@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,38 @@ from syncline.core.conditions import AllOf, Compare, Condition, Either, parse_co
 from syncline.errors import ConfigError, StoreError
 from syncline.serve.datatypes import DATATYPES, Array, RequestError, TensorSpec, datatype_of
 from syncline.serve.model import LoadedModel, ModelFile, check_outputs
-from syncline.serve.reading import Candidate, VersionSource
-from syncline.serve.versions import Version, Versions
+from syncline.serve.reading import Candidate, VersionSource, as_made
+from syncline.serve.versions import Versions
 
 log = logging.getLogger("syncline.serve")
 
 _END_SECONDS = 0.3
 
 
+#: Digests of versions that were refused, which are remembered.
+_MOST_REFUSED = 256
+
+
 class VersionLoading:
-    """Looks for versions at the source, and brings in those that pass."""
+    """Looks for versions at the source. Those that are new are brought in, or refused and never tried again."""
 
     def __init__(
         self,
-        file: ModelFile,
-        inputs: Sequence[TensorSpec],
         source: VersionSource | None,
-        versions: Versions,
-        recent: Callable[[], Sequence[Mapping[str, Array]]],
+        versions: Versions[Any],
+        bring: Callable[[Candidate], None],
         *,
-        guard: str,
+        refused: Iterable[str] = (),
     ) -> None:
-        """`source`: None serves the model as it is made. `guard`: a condition on the metrics of `validate`."""
-        self._file, self._inputs, self._source, self._versions = file, inputs, source, versions
-        self._recent = recent
-        self._guard = parse_guard(guard) if guard else None
-        self._said = guard
-        if self._guard is not None and not callable(file.validate):
-            raise ConfigError(
-                f"--guard needs a function `validate(predict)` beside {file.where} that returns metrics"
-            )
-        self._refused: set[str] = set()
+        """`source`: None serves the model as it is made. `bring` raises StoreError for one that must not answer."""
+        self._source, self._versions, self._bring = source, versions, bring
+        self._refused = dict.fromkeys(refused)
         self._lock = threading.Lock()
-        self.outputs: tuple[TensorSpec, ...] = ()
 
-    def first(self) -> None:
-        """Loads the first version that passes. StoreError if there is none."""
+    def first(self, where: str) -> None:
+        """Loads the first version that passes. StoreError if there is none. `where` the model is made."""
         if self._source is None:
-            self._bring(Candidate("1", "as made", self._file.where, 0, dict), self._file.load(None, self._file.where))
+            self._bring(as_made(where))
             return
         with self._lock:
             reasons = self._look()
@@ -73,58 +67,80 @@ class VersionLoading:
             if not self._versions.is_wanted(candidate.digest):
                 break  # what is preferred is here, or was left
             try:
-                self._bring(candidate, self._file.load(candidate.read(), candidate.where))
+                self._bring(candidate)
                 break
             except (StoreError, RequestError) as error:
-                self._refused.add(candidate.digest)
+                self._refused[candidate.digest] = None
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
                 reasons.append(f"version {candidate.name} is refused: {error}")
                 current = self._versions.current
                 goes_on = f"; version {current.name} goes on" if current is not None else ""
                 log.warning("%s%s", reasons[-1], goes_on)
         return reasons
 
-    def _bring(self, candidate: Candidate, model: LoadedModel) -> None:
-        """Tries a version, and hands it over. StoreError: it must not answer."""
+
+class VersionTrial:
+    """Tries a new version before it answers: on `example`, on recent requests, and by the guard."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        inputs: Sequence[TensorSpec],
+        recent: Callable[[], Sequence[Mapping[str, Array]]],
+        *,
+        guard: str,
+    ) -> None:
+        """`guard`: a condition on the metrics of `validate`; '': none."""
+        self._file, self._inputs, self._recent = file, inputs, recent
+        self._guard = parse_guard(guard) if guard else None
+        self._said = guard
+        if self._guard is not None and not callable(file.validate):
+            raise ConfigError(
+                f"--guard needs a function `validate(predict)` beside {file.where} that returns metrics"
+            )
+        self.outputs: tuple[TensorSpec, ...] = ()  #: of the model, once one was tried
+
+    def run(self, name: str, where: str, model: LoadedModel) -> None:
+        """StoreError: this version must not answer."""
         tried = list(self._recent())
         example = self._file.example(self._inputs)
         if example is not None:
             tried.insert(0, example)
         for inputs in tried:
-            self._try(candidate, model, inputs)
+            self._try(where, model, inputs)
         if self._guard is not None:
-            self._check_guard(candidate, model)
-        role = self._versions.add(Version(candidate.name, candidate.digest, candidate.where, candidate.step, model))
-        log.info("version %s (step %d, %s) is loaded: %s", candidate.name, candidate.step, candidate.where, role)
+            self._check_guard(name, where, model)
 
-    def _try(self, candidate: Candidate, model: LoadedModel, inputs: Mapping[str, Array]) -> None:
+    def _try(self, where: str, model: LoadedModel, inputs: Mapping[str, Array]) -> None:
         num_rows = len(next(iter(inputs.values())))
         try:
             outputs = model(inputs)
             check_outputs(outputs, num_rows)
         except Exception as error:  # the operator's code
-            raise StoreError(f"{candidate.where} fails on a request: {type(error).__name__}: {error}") from error
+            raise StoreError(f"{where} fails on a request: {type(error).__name__}: {error}") from error
         for name, array in outputs.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                raise StoreError(f"{candidate.where} answers with NaN or Inf ({name!r})")
+                raise StoreError(f"{where} answers with NaN or Inf ({name!r})")
         if not self.outputs:
             self.outputs = tuple(
                 TensorSpec(name, datatype_of(array.dtype) or "", (-1, *array.shape[1:]))
                 for name, array in outputs.items()
             )
 
-    def _check_guard(self, candidate: Candidate, model: LoadedModel) -> None:
+    def _check_guard(self, name: str, where: str, model: LoadedModel) -> None:
         assert self._guard is not None
         validate: Any = self._file.validate
         try:
             metrics = {
-                str(name): float(value) for name, value in dict(validate(_predict(model, self._inputs))).items()
+                str(metric): float(value) for metric, value in dict(validate(_predict(model, self._inputs))).items()
             }
         except Exception as error:  # the operator's code
-            raise StoreError(f"{candidate.where}: validate failed: {type(error).__name__}: {error}") from error
-        told = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+            raise StoreError(f"{where}: validate failed: {type(error).__name__}: {error}") from error
+        told = ", ".join(f"{metric} {value:.6g}" for metric, value in metrics.items())
         if not _holds(self._guard, metrics):
-            raise StoreError(f"{candidate.where} does not pass --guard {self._said!r}: it has {told or 'no metrics'}")
-        log.info("version %s passes --guard %s: %s", candidate.name, self._said, told)
+            raise StoreError(f"{where} does not pass --guard {self._said!r}: it has {told or 'no metrics'}")
+        log.info("version %s passes --guard %s: %s", name, self._said, told)
 
 
 class Refresher:

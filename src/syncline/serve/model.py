@@ -120,15 +120,25 @@ class ModelFile:
             return tuple(spec_of(str(name), np.asarray(value)) for name, value in given.items())
         return tuple(TensorSpec(name, "FP32", None) for name in names)
 
-    def load(self, weights: SavedWeights | None, where: str) -> LoadedModel:
-        """A new model with these weights; None: as it is made."""
+    def load(self, weights: SavedWeights | None, where: str, *, in_place: bool = False) -> LoadedModel:
+        """A new model with these weights; None: as it is made. `in_place`: it uses them where they are."""
         model = self.make()
         if "torch" in sys.modules:
             from syncline.serve.torch_model import TorchModel, is_module
 
             if is_module(model):
-                return TorchModel(model, weights, where, self._hooks)
+                return TorchModel(model, weights, where, self._hooks, in_place=in_place)
         return _ArrayModel(model, weights, where, self._hooks)
+
+    def own_weights(self) -> SavedWeights | None:
+        """The weights of a new torch module as it is made; None of another model."""
+        model = self.make()
+        if "torch" in sys.modules:
+            from syncline.serve.torch_model import is_module, weights_of
+
+            if is_module(model):
+                return weights_of(model)
+        return None
 
 
 class _ArrayModel:

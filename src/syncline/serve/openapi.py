@@ -205,13 +205,14 @@ def _schemas(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
                 "num_connections": {"type": "integer"},
                 "num_batches": {"type": "integer"},
                 "num_rows": {"type": "integer"},
+                "num_replicas": {"type": "integer"},
                 "p50_seconds": {"type": "number"},
                 "p99_seconds": {"type": "number"},
             },
             (
                 "name", "current", "canary", "share", "is_pinned", "versions", "labels", "num_answered",
-                "num_refused", "num_queued", "num_connections", "num_batches", "num_rows", "p50_seconds",
-                "p99_seconds",
+                "num_refused", "num_queued", "num_connections", "num_batches", "num_rows", "num_replicas",
+                "p50_seconds", "p99_seconds",
             ),
         ),
     }  # fmt: skip

@@ -21,6 +21,7 @@ from syncline.store.trouble import explained
 from syncline.store.weights import AVERAGE, PARAMETERS, Weight, Weights
 
 PICKS = ("best", "last")
+AS_MADE = "as made"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,25 @@ class Candidate:
     step: int
     read: Callable[[], SavedWeights] = dataclasses.field(compare=False)
 
+    @property
+    def is_as_made(self) -> bool:
+        """It is no saved version, but the model as it is made."""
+        return self.digest == AS_MADE
+
+
+def as_made(where: str) -> Candidate:
+    """The model as it is made there."""
+    return Candidate("1", AS_MADE, where, 0, dict)
+
 
 class VersionSource(Protocol):
     """Where versions come from."""
 
     def look(self) -> Iterator[Candidate]:
         """What can be served now, the preferred one first. StoreError if there is nothing."""
+
+    def resume(self, name: str, digest: str) -> None:
+        """Another process has tried this version last; names go on from there."""
 
 
 def open_source(path: str | os.PathLike[str], pick: str = "best") -> VersionSource:
@@ -78,6 +92,9 @@ class CheckpointSource:
                 f"{''.join(f'; {reason}' for reason in reasons[:3])}; see `syncline checkpoint ls`"
             )
 
+    def resume(self, name: str, digest: str) -> None:
+        """Names are those of the checkpoints."""
+
     def _of(self, folder: Folder, reasons: list[str]) -> Iterator[Candidate]:
         which = PARAMETERS
         if folder.name in POINTERS:
@@ -102,6 +119,10 @@ class TensorFileSource:
         self._path = path
         self._num_seen = 0
         self._last = ""
+
+    def resume(self, name: str, digest: str) -> None:
+        if name:
+            self._num_seen, self._last = int(name), digest
 
     def look(self) -> Iterator[Candidate]:
         with explained(str(self._path), "cannot be read"):

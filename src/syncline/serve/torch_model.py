@@ -12,6 +12,7 @@ from torch import nn
 from syncline.errors import StoreError
 from syncline.serve.datatypes import Array
 from syncline.serve.model import SavedWeights, named_outputs
+from syncline.store.weights import Weight
 
 
 def is_module(model: object) -> bool:
@@ -22,10 +23,17 @@ class TorchModel:
     """Calls the module on batches, under `inference_mode`, in eval mode."""
 
     def __init__(
-        self, module: nn.Module, weights: SavedWeights | None, where: str, hooks: Mapping[str, Callable[..., Any]]
+        self,
+        module: nn.Module,
+        weights: SavedWeights | None,
+        where: str,
+        hooks: Mapping[str, Callable[..., Any]],
+        *,
+        in_place: bool = False,
     ) -> None:
+        """`in_place`: the module uses the weights where they are, as far as its datatypes and device are theirs."""
         if weights is not None:
-            load_weights(module, weights, where)
+            load_weights(module, weights, where, in_place=in_place)
         self._module = module.eval().requires_grad_(False)
         self._hooks = hooks
         first = next(iter(module.parameters()), None)
@@ -59,7 +67,21 @@ def _array(value: Any) -> Array:
     return np.asarray(value)
 
 
-def load_weights(module: nn.Module, weights: SavedWeights, where: str) -> None:
+def weights_of(module: nn.Module) -> SavedWeights:
+    """The module's own weights, as they would be saved: a tensor with several names once."""
+    found = {}
+    seen = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        host = value.detach().cpu().contiguous()
+        weight = Weight(name, str(host.dtype).removeprefix("torch."), tuple(host.shape))
+        found[name] = (weight, host.reshape(-1).view(torch.uint8).numpy())
+    return found
+
+
+def load_weights(module: nn.Module, weights: SavedWeights, where: str, *, in_place: bool = False) -> None:
     """Puts saved weights into the module. StoreError: they do not fit."""
     state = {}
     for name, (weight, data) in weights.items():
@@ -85,7 +107,12 @@ def load_weights(module: nn.Module, weights: SavedWeights, where: str) -> None:
                 f"{where} does not fit the model: {name!r} has shape {list(tensor.shape)}, the model's has "
                 f"{list(own[name].shape)}"
             )
-    module.load_state_dict(state, strict=False)
+    if in_place:
+        for names in tied.values():  # each name is assigned on its own
+            given = next((state[name] for name in names if name in state), None)
+            state.update({name: given for name in names if given is not None})
+        state = {name: tensor.to(own[name].device, own[name].dtype) for name, tensor in state.items()}
+    module.load_state_dict(state, strict=False, assign=in_place)
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:

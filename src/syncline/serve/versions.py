@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+import msgspec
 
 from syncline.errors import ConfigError
 from syncline.serve.model import LoadedModel
@@ -12,32 +16,56 @@ from syncline.serve.model import LoadedModel
 KEPT = 3
 
 
+#: Versions that were left, which are remembered.
+_MOST_LEFT = 256
+
+
 @dataclasses.dataclass(frozen=True)
-class Version:
-    """A version in memory."""
+class VersionFacts:
+    """What a version is called, what makes it differ from others, and where it came from."""
 
     name: str
     digest: str
     where: str
     step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Version(VersionFacts):
+    """A version in memory."""
+
     model: LoadedModel = dataclasses.field(compare=False, repr=False)
 
 
-class Versions:
+class VersionStanding(msgspec.Struct, frozen=True, kw_only=True):
+    """How the versions stand, for other processes: versions by their digests."""
+
+    kept: tuple[VersionFacts, ...]  #: oldest first
+    current: str
+    canary: str = ""
+    share: float = 0.0
+    is_pinned: bool = False
+    left: tuple[str, ...] = ()
+
+
+V = TypeVar("V", bound=VersionFacts)
+
+
+class Versions(Generic[V]):
     """The current version answers. While there is a canary, a share of the requests goes to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Version] = []  # oldest first
-        self._current: Version | None = None
-        self._canary: Version | None = None
+        self._kept: list[V] = []  # oldest first
+        self._current: V | None = None
+        self._canary: V | None = None
         self._share = 0.0
         self._owed = 0.0
         self._is_pinned = False
-        self._left: set[str] = set()  # digests that a rollback has left: never switched to again by themselves
+        self._left: dict[str, None] = {}  # digests that a rollback has left: never switched to again by themselves
 
     @property
-    def current(self) -> Version | None:
+    def current(self) -> V | None:
         return self._current
 
     @property
@@ -49,15 +77,15 @@ class Versions:
         return self._share
 
     @property
-    def canary(self) -> Version | None:
+    def canary(self) -> V | None:
         return self._canary
 
-    def loaded(self) -> list[Version]:
+    def loaded(self) -> list[V]:
         """All in memory, oldest first."""
         with self._lock:
             return list(self._kept)
 
-    def find(self, name: str) -> Version | None:
+    def find(self, name: str) -> V | None:
         """The version of this name; '': the current one."""
         if not name:
             return self._current
@@ -69,7 +97,7 @@ class Versions:
         with self._lock:
             return digest not in self._left and all(one.digest != digest for one in self._kept)
 
-    def add(self, version: Version) -> str:
+    def add(self, version: V) -> str:
         """Takes a version that was checked; returns what became of it: `current`, `canary` or `beside`."""
         with self._lock:
             self._kept.append(version)
@@ -84,7 +112,7 @@ class Versions:
             self._forget()
             return role
 
-    def draw(self) -> Version | None:
+    def draw(self) -> V | None:
         """The version of the next request that names none."""
         if not self._share:
             return self._current
@@ -98,20 +126,20 @@ class Versions:
                 return canary
             return self._current
 
-    def rollback(self) -> Version:
+    def rollback(self) -> V:
         """Goes back to the version before the current one, and stays until a newer one comes."""
         with self._lock:
             place = self._place()
             if place == 0:
                 raise ConfigError("there is no earlier version in memory to go back to")
             assert self._current is not None
-            self._left.add(self._current.digest)
+            self._leave(self._current)
             self._kept.remove(self._current)
             self._end_canary()
             self._current = self._kept[place - 1]
             return self._current
 
-    def pin(self, name: str) -> Version:
+    def pin(self, name: str) -> V:
         """Stays with this version; new ones are loaded beside it."""
         with self._lock:
             found = next((one for one in self._kept if one.name == name), None)
@@ -123,7 +151,7 @@ class Versions:
             self._end_canary()
             return found
 
-    def unpin(self) -> Version:
+    def unpin(self) -> V:
         """Goes to the newest version in memory, and follows new ones."""
         with self._lock:
             self._is_pinned = False
@@ -131,7 +159,7 @@ class Versions:
             self._end_canary()
             return self._current
 
-    def set_canary(self, share: float) -> Version | None:
+    def set_canary(self, share: float) -> V | None:
         """Gives this share of the requests to the newest version beside the current one, or to the next that comes.
         1.0 makes it the current one, 0.0 leaves it.
         """
@@ -143,13 +171,43 @@ class Versions:
                 canary = self._kept[-1]
             self._canary, self._share, self._owed = canary, share, 0.0
             if canary is not None and share == 0.0:
-                self._left.add(canary.digest)
+                self._leave(canary)
                 self._kept.remove(canary)
             if canary is not None and share == 1.0:
                 self._current = canary
             if share in (0.0, 1.0):
                 self._end_canary()
             return canary
+
+    def standing(self) -> VersionStanding:
+        """The same for other processes. There must be a current version."""
+        with self._lock:
+            assert self._current is not None
+            facts = tuple(VersionFacts(one.name, one.digest, one.where, one.step) for one in self._kept)
+            return VersionStanding(
+                kept=facts,
+                current=self._current.digest,
+                canary=self._canary.digest if self._canary is not None else "",
+                share=self._share,
+                is_pinned=self._is_pinned,
+                left=tuple(self._left),
+            )
+
+    def follow(self, standing: VersionStanding, found: Mapping[str, V]) -> None:
+        """Stands as another process said. `found`: its versions by their digests, as they are here."""
+        with self._lock:
+            self._kept = [found[one.digest] for one in standing.kept]
+            if (standing.canary, standing.share) != (self._canary.digest if self._canary else "", self._share):
+                self._owed = 0.0
+            self._current = found[standing.current]
+            self._canary = found[standing.canary] if standing.canary else None
+            self._share, self._is_pinned = standing.share, standing.is_pinned
+            self._left = dict.fromkeys(standing.left)
+
+    def _leave(self, version: V) -> None:
+        self._left[version.digest] = None
+        if len(self._left) > _MOST_LEFT:
+            del self._left[next(iter(self._left))]
 
     def _end_canary(self) -> None:
         self._canary, self._share, self._owed = None, 0.0, 0.0

@@ -1,0 +1,152 @@
+"""The loader: reads and tries new versions, shares their weights, and decides which version answers.
+
+It is a process of its own because it runs the operator's code on versions that nobody has tried: if that ends a
+process, it must be none that answers requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+from typing import Any
+
+from syncline.errors import ConfigError, StoreError
+from syncline.serve.answering import inputs_of, limit_threads
+from syncline.serve.control import Control, ControlRequest
+from syncline.serve.loading import Refresher, VersionLoading, VersionTrial
+from syncline.serve.model import ModelFile
+from syncline.serve.reading import Candidate, open_source
+from syncline.serve.replicas.messages import (
+    FromKeeper,
+    OfferAnswer,
+    OfferVersion,
+    Publish,
+    Published,
+    SetUp,
+    TotalsOfAll,
+    Trying,
+    Up,
+)
+from syncline.serve.replicas.process import Awaited, KeptProcess, main
+from syncline.serve.shared_weights import mapped, share
+from syncline.serve.standing import change, told
+from syncline.serve.versions import VersionFacts, Versions
+
+log = logging.getLogger("syncline.serve")
+
+_LOAD_SECONDS = 600.0  # loading a version takes as long as it takes
+_SECONDS = 60.0
+
+
+class VersionLoader(KeptProcess):
+    """Brings new versions to all replicas, and carries out what `serve-ctl` asks for."""
+
+    named = "loader"
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._versions: Versions[VersionFacts] = Versions()
+        self._publishing = threading.Lock()  # one change after another
+        self._publish_numbers = itertools.count(1)
+        self._waiting: dict[str | int, Awaited] = {}
+        self._file: ModelFile | None = None
+        self._trial: VersionTrial | None = None
+        self._loading: VersionLoading | None = None
+        self._name = self._url = ""
+
+    def set_up(self, message: SetUp, descriptors: list[int]) -> None:
+        (descriptor,) = descriptors
+        config = message.config
+        self._name, self._url = message.name, message.url
+        self._file = ModelFile(message.model)
+        limit_threads(message.threads)
+        inputs = inputs_of(self._file, config)
+        self._trial = VersionTrial(self._file, inputs, list, guard=config.guard)  # replicas have recent requests
+        source = open_source(message.weights, config.pick) if message.weights is not None else None
+        if source is not None:
+            source.resume(*message.newest)
+        loading = VersionLoading(source, self._versions, self._bring, refused=message.refused)
+        self._loading = loading
+        if message.standing is not None:
+            found = {one.digest: one for one in message.standing.kept}
+            self._versions.follow(message.standing, found)
+        control = Control(socket.socket(fileno=descriptor), self._answer)
+        # The first version waits for answers, which come in the thread that reads.
+        if message.standing is None:
+            loading.first(self._file.where)
+        if source is not None and config.refresh:
+            refresher = Refresher(loading.look, config.refresh)
+            refresher.start()
+        control.start()
+        self.link.send(Up())
+
+    def take(self, message: FromKeeper, descriptors: list[int]) -> None:
+        raise AssertionError(message)
+
+    def take_at_once(self, message: FromKeeper) -> bool:
+        match message:
+            case OfferAnswer(digest=digest, refusal=refusal):
+                self._give(digest, refusal)
+            case Published(number=number):
+                self._give(number, "")
+            case _:
+                return False
+        return True
+
+    def _give(self, key: str | int, value: object) -> None:
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            waiting.give(value)
+
+    def _bring(self, candidate: Candidate) -> None:
+        """StoreError: this version must not answer."""
+        assert self._file is not None and self._trial is not None
+        facts = VersionFacts(candidate.name, candidate.digest, candidate.where, candidate.step)
+        self.link.send(Trying(name=facts.name, digest=facts.digest))
+        try:
+            saved = self._file.own_weights() if candidate.is_as_made else candidate.read()
+            memory = share(saved) if saved is not None else None
+            weights = mapped(memory.fd) if memory is not None else None
+            model = self._file.load(weights, facts.where, in_place=True)
+            self._trial.run(facts.name, facts.where, model)
+        finally:
+            self.link.send(Trying(name=facts.name, digest=""))
+        answer = self._waiting[facts.digest] = Awaited()
+        self.link.send(OfferVersion(version=facts), [memory.fd] if memory is not None else [])
+        if memory is not None:
+            memory.close()
+        answer.wait_for(f"the replicas' word on version {facts.name}", _LOAD_SECONDS)
+        if answer.value:
+            raise StoreError(str(answer.value))
+        with self._publishing:
+            role = self._versions.add(facts)
+            self._publish()
+        log.info("version %s (step %d, %s) is loaded: %s", facts.name, facts.step, facts.where, role)
+
+    def _publish(self) -> None:
+        """Returns when all replicas answer as the versions stand now."""
+        number = next(self._publish_numbers)
+        answer = self._waiting[number] = Awaited()
+        self.link.send(Publish(number=number, standing=self._versions.standing()))
+        answer.wait_for("the replicas' word on a switch", _SECONDS)
+
+    def _answer(self, request: ControlRequest) -> dict[str, Any]:
+        if request.verb == "load":
+            assert self._loading is not None
+            if reasons := self._loading.look():
+                raise ConfigError("; ".join(reasons[:3]))
+        elif request.verb != "status":
+            with self._publishing:
+                change(self._versions, request)
+                self._publish()
+        counted = Awaited()
+        self.ask_totals(counted.give)
+        counted.wait_for("the counts of all replicas", _SECONDS)
+        assert isinstance(counted.value, TotalsOfAll)
+        return told(self._versions, counted.value.totals, self._name, self._url, counted.value.processes)
+
+
+if __name__ == "__main__":
+    main(VersionLoader)
