@@ -58,7 +58,7 @@ soak: setup data ## an hour and more
 test-frameworks: data ## Keras, TensorFlow, JAX and mixed jobs, each in an environment of its own: FRAMEWORKS="jax mixed"
 	@PYTHON="$(PYTHON)" sh tools/test_frameworks.sh "$(FRAMEWORKS)" $(ARGS)
 
-test-engines: setup ## jobs on Open MPI, MPICH, torchrun and Slurm, manifests for Kubernetes; as root on Debian it installs what is missing
+test-engines: setup ## jobs on Open MPI, MPICH, torchrun, Slurm and Ray, manifests for Kubernetes; as root on Debian it installs what is missing
 	@sh tools/test_engines.sh $(ARGS)
 
 test-page: setup ## the web page in a real browser, and a real Prometheus; as root on Debian it installs what is missing
@@ -77,5 +77,5 @@ bench-check: setup ## this checkout against BASE=<commit>, in turns; fails where
 	@$(BIN)/python -m benchmarks.check $(BASE) $(foreach row,$(ROWS),--only "$(row)") $(ARGS)
 
 clean: ## remove environments, builds and caches; runs/ stays
-	rm -rf .venv .venv-tensorflow .venv-jax .venv-mixed build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-tensorflow .venv-jax .venv-mixed .venv-ray .venv-validators build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

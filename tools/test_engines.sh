@@ -1,7 +1,8 @@
 #!/bin/sh
-# Runs tests/engines: jobs that Open MPI, MPICH's Hydra, torchrun and Slurm start, and manifests for Kubernetes. Called by
-# `make test-engines`, with arguments of pytest. As root on Debian it installs the engines that are missing; what is still
-# missing is skipped, with the reason. Slurm's own services are not started: the tests start daemons of their own.
+# Runs tests/engines: jobs that Open MPI, MPICH's Hydra, torchrun, Slurm and Ray start, and manifests for Kubernetes.
+# Called by `make test-engines`, with arguments of pytest. As root on Debian it installs the engines that are missing;
+# what is still missing is skipped, with the reason. Slurm's own services are not started: the tests start daemons of
+# their own.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -35,5 +36,12 @@ if ! [ -f "$validators/.ready" ]; then
     fi
 fi
 export SYNCLINE_TEST_VALIDATORS="$PWD/$validators"
+
+# Ray is large, and has an environment of its own: the tests start its commands there.
+if timeout 600 sh tools/setup_ray.sh; then
+    export SYNCLINE_TEST_RAY="$PWD/.venv-ray/bin"
+else
+    echo "test-engines: could not install Ray" >&2
+fi
 
 exec .venv/bin/python -m pytest -q -rs tests/engines -m engines "$@"

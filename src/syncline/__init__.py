@@ -95,7 +95,7 @@ _LATER = {
     "init": "syncline.launch.start",
     "seed_everything": "syncline.worker.checkpoint.rng_state",
 }
-_MODULES = frozenset({"config", "core", "extensions", "faults", "launch", "net", "stats", "store", "worker"})
+_MODULES = frozenset({"config", "core", "extensions", "faults", "launch", "net", "ray", "stats", "store", "worker"})
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -29,6 +29,7 @@ LAUNCH_ONLY = frozenset(
         "stages",
         "servers",
         "hosts",
+        "server_hosts",
         "remote",
         "env",
         "preload",
@@ -132,6 +133,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     page: str = "auto"  #: the web page: auto (loopback, where its extra is installed), off, [ADDRESS:]PORT
     sink: tuple[str, ...] = ()  #: where metrics go besides: tensorboard (where installed), mlflow://…, or off
     hosts: str = ""  #: a:4,b:4 — workers per host
+    server_hosts: str = ""  #: a,b — hosts of servers, in turn; those of workers if not said
     remote: str = "ssh {host}"  #: command prefix that starts a process on a host
     cores: str = ""  #: auto: every member of a host gets cores of its own, and as many threads
     preload: bool = True  #: members of this host are forked from one process that has loaded torch (Linux)

@@ -32,11 +32,13 @@ OF_SLURM = {
     "on", "slurm_hosts", "gpus_per_host", "cpus_per_host", "time", "partition", "requeue", "engine_options",
     "queue_seconds", "detach",
 }  # fmt: skip
+#: Of jobs on Ray.
+OF_RAY = {"cpus_per_worker", "gpus_per_worker"}
 
 
 def test_the_coordinator_takes_what_run_takes() -> None:
     whole, by_hand = (set(inspect.signature(command).parameters) for command in (run.run, roles.coordinator))
-    assert by_hand == whole - OF_THE_LAUNCHER - OF_SLURM | {"job", "made"}
+    assert by_hand == whole - OF_THE_LAUNCHER - OF_SLURM - OF_RAY | {"job", "made"}
 
 
 def test_what_the_coordinator_was_told_is_in_the_job_file(

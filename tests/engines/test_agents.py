@@ -157,6 +157,43 @@ def test_what_a_member_writes_arrives_before_its_end(agency: Agency) -> None:
     assert agency.engine.watch(member) == 1
 
 
+def test_a_member_waits_for_its_agent_and_gets_what_is_known_by_then(agency: Agency) -> None:
+    """Ray says only when an actor is there where it is."""
+    file = msgspec.structs.replace(FILE, given={"no such setting": 1})
+    plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
+    member = agency.hub.start_at(0, plan, lambda plan: msgspec.structs.replace(plan, host="a", file=file))
+    assert agency.hub.is_awaited(0) and not agency.hub.is_there(0) and member.poll() is None and member.host == "?"
+    agency.agent("a")
+    assert b"no such setting" in member.output.read()
+    wait_until(lambda: member.poll() is not None)
+    assert (member.poll(), member.host) == (1, "a")
+    assert agency.hub.is_there(0) and not agency.hub.is_awaited(0)
+
+
+def test_an_agent_that_does_not_come_may_be_replaced_or_given_up(agency: Agency) -> None:
+    plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
+    member = agency.hub.start_at(5, plan, lambda plan: plan)
+    agency.hub.await_instead(5, 0)
+    agency.agent("a")
+    agency.hub.gather({"a": 1}, PATIENCE)
+    wait_until(lambda: member.host == "a")
+    member.signal(signal.SIGKILL)
+    wait_until(lambda: member.poll() == -signal.SIGKILL)
+    lost = agency.hub.start_at(6, plan, lambda plan: plan)
+    agency.hub.give_up(6, "cannot be started: no room")
+    assert (lost.poll(), lost.fate, lost.output.read()) == (1, "cannot be started: no room", b"")
+
+
+def test_a_member_that_was_ended_while_it_waited_does_not_start(agency: Agency) -> None:
+    plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
+    member = agency.hub.start_at(0, plan, lambda plan: plan)
+    member.signal(signal.SIGKILL)
+    assert member.poll() == -signal.SIGKILL and member.fate == "was ended before it began"
+    agency.agent("a")
+    agency.hub.gather({"a": 1}, PATIENCE)
+    assert agency.hub.where() == {}
+
+
 def test_an_agent_with_another_token_is_refused(agency: Agency) -> None:
     stranger = msgspec.structs.replace(agency.file, token="00" * 32)
     process = agency.agent("a", stranger)

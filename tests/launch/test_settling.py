@@ -49,6 +49,16 @@ def test_a_number_outside_of_its_own_bounds() -> None:
     assert settle_workers({"workers": 0}) == {"workers": 0}  # refused by its limits
 
 
+def test_servers_go_to_hosts_of_their_own() -> None:
+    """As on Ray, which spreads them: what was named decides about replicas too."""
+    config = configuration.resolve({"workers": 2, "servers": 3, "hosts": "a:2", "server_hosts": "b,c"})
+    found = assign(config)
+    assert {name: host for name, host in found.items() if name.startswith("server")} == {
+        "server-0": "b", "server-1": "c", "server-2": "b",
+    }  # fmt: skip
+    assert found["worker-0"] == found["worker-1"] == "a"
+
+
 def settled(hosts: list[str], **given: Any) -> tuple[int, str]:
     found = settle_servers(given, configuration.resolve({"servers": len(hosts), **given}), hosts)
     return found["replicas"], found["ack"]

@@ -68,8 +68,9 @@ def run(
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="slurm: submit a batch job; in a step of srun, every task is a worker. local: here, whatever "
-            "environment this is. [default: slurm in a step of srun, else local]",
+            help="slurm: submit a batch job; in a step of srun, every task is a worker. ray: on the cluster of which "
+            "this host is part. local: here, whatever environment this is. [default: slurm in a step of srun, else "
+            "local]",
         ),
     ] = None,
     slurm_hosts: Annotated[
@@ -98,8 +99,18 @@ def run(
     engine_options: Annotated[
         str | None, typer.Option(metavar="OPTIONS", help="More options for sbatch, e.g. for its account.")
     ] = None,
+    cpus_per_worker: Annotated[
+        float | None, typer.Option(metavar="N", help="Ray: CPUs of each worker; a server has one. [default: 1]")
+    ] = None,
+    gpus_per_worker: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Ray: GPUs of each worker. [default: 1 if the cluster has any, else 0]"),
+    ] = None,
     queue_seconds: Annotated[
-        float | None, typer.Option(help="Deadline for a submitted job to start. [default: none]")
+        float | None,
+        typer.Option(
+            help="Deadline for a submitted job to start. [default: none; on Ray 120, only for what other jobs hold]"
+        ),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the job, which goes on: see syncline attach, syncline stop.")
@@ -131,14 +142,25 @@ def run(
         from syncline.cli.slurm import run_job_on_slurm
 
         raise typer.Exit(run_job_on_slurm(told, asked, queue_seconds or 0.0, detach=detach))
-    if on not in (None, "local"):
-        raise ConfigError(f"--on {on}: must be local or slurm")
-    if asked or queue_seconds:
+    if on not in (None, "local", "ray"):
+        raise ConfigError(f"--on {on}: must be local, ray or slurm")
+    if asked or (queue_seconds and on != "ray"):
         first = next(iter(asked), "queue_seconds")
         raise ConfigError(f"--{_FLAGS.get(first, first.replace('_', '-'))} is for Slurm: add --on slurm")
-    given, config, target = prepare(told)
     if log_format not in (None, "text", "json"):
         raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
+    said_each = {"cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
+    per_worker = {name: value for name, value in said_each.items() if value is not None}
+    if on == "ray":
+        from syncline.cli.ray import run_on_ray
+
+        shown = {"quiet": quiet, "as_json": log_format == "json"}
+        raise typer.Exit(
+            run_on_ray(told, per_worker, queue_seconds or 0.0, detach=detach, sync_code=sync_code, **shown)
+        )
+    if per_worker:
+        raise ConfigError(f"--{next(iter(per_worker)).replace('_', '-')} is for Ray: add --on ray")
+    given, config, target = prepare(told)
     if detach and (quiet or log_format == "json"):
         raise ConfigError(
             "--quiet and --log-format are for a job that has your terminal: leave them out, or --detach"
@@ -211,8 +233,8 @@ def prepare(
         launch.update(parse_workers(workers))
     elif place is dict:
         launch.update(_default_workers(launch))
-    launch = place(launch)
     check_script(target)
+    launch = place(launch)
     launch.update(plan_launch(launch, target))
     given, config = settle_here(launch)
     check_own_codecs(config, "" if target.is_module else target.path)

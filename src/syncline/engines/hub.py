@@ -37,12 +37,18 @@ STOOD_STILL_SECONDS = 2.0
 PATIENT_SECONDS = 10.0
 
 
-class AgentMember:
-    """A member that an agent runs."""
+#: A member's plan, for the host on which it comes to run.
+Adapt = Callable[[MemberPlan], MemberPlan]
 
-    def __init__(self, plan: MemberPlan, number: int, agent: AgentHere) -> None:
-        self.name, self.host, self.role, self.fate, self.pid = plan.name, agent.host, plan.role, "", 0
+
+class AgentMember:
+    """A member that an agent runs, or will run once it is there."""
+
+    def __init__(self, plan: MemberPlan, number: int, agent: AgentHere | None) -> None:
+        self.name, self.role, self.fate, self.pid = plan.name, plan.role, "", 0
+        self.host = agent.host if agent is not None else plan.host
         self.number, self._agent = number, agent
+        self._lock = threading.Lock()
         read, self._write_fd = os.pipe()
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._write_fd, _F_SETPIPE_SZ, _PIPE_BYTES)
@@ -54,7 +60,9 @@ class AgentMember:
         return self._code
 
     def signal(self, number: int) -> None:
-        self._agent.endpoint.mention(wire.SignalMember(self.number, int(number)))
+        if self._agent is None:
+            self.end(-int(number), "was ended before it began", if_waiting=True)
+        self._mention(wire.SignalMember(self.number, int(number)))  # its agent may have come meanwhile
 
     def stop(self, seconds: float) -> None:
         self.close_lifeline()
@@ -63,16 +71,28 @@ class AgentMember:
         self.output.close()
 
     def tell(self, word: bytes) -> None:
-        self._agent.endpoint.mention(wire.TellMember(self.number, word))
+        self._mention(wire.TellMember(self.number, word))
 
     def close_lifeline(self) -> None:
         if self._code is None:
-            self._agent.endpoint.mention(wire.TellMember(self.number, ends=True))
+            self._mention(wire.TellMember(self.number, ends=True))
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         if not self._ended.wait(LOST_SECONDS):
             raise subprocess.TimeoutExpired(["member", self.name], LOST_SECONDS)
+
+    def _mention(self, message: Message) -> None:
+        agent = self._agent
+        if agent is not None:
+            agent.endpoint.mention(message)
+
+    def come_to(self, agent: AgentHere) -> bool:
+        """Its agent is there now; whether the member is still wanted."""
+        with self._lock:
+            if self._code is None:
+                self.host, self._agent = agent.host, agent
+            return self._code is None
 
     # -- what its agent says ------------------------------------------------------------------------------
 
@@ -81,10 +101,12 @@ class AgentMember:
             while data:
                 data = data[os.write(self._write_fd, data) :]
 
-    def end(self, code: int, fate: str = "") -> None:
-        if self._code is not None:
-            return
-        self.fate, self._code = fate, code
+    def end(self, code: int, fate: str = "", *, if_waiting: bool = False) -> None:
+        """`if_waiting`: only if it still waits for its agent."""
+        with self._lock:
+            if self._code is not None or (if_waiting and self._agent is not None):
+                return
+            self.fate, self._code = fate, code
         self._ended.set()
         os.close(self._write_fd)
 
@@ -123,6 +145,7 @@ class Hub:
         self._found: list[tuple[MemberPlan, AgentMember, AgentHere, bool]] = []  # that agents brought; whether ended
         self._lock = threading.Condition()
         self._agents: dict[int, AgentHere] = {}  # by their numbers
+        self._awaited: dict[int, tuple[AgentMember, MemberPlan, Adapt]] = {}  # by the numbers of their agents
         self._by_endpoint: dict[Endpoint, AgentHere] = {}
         self._trouble: str = ""
         self._num_members, self._closed = 0, False
@@ -230,8 +253,14 @@ class Hub:
                 raise ConfigError(f"agent-{message.number} is there already, or the job is over")
             self._agents[message.number] = self._by_endpoint[request.endpoint] = agent
             self._hold(agent, message.members)
+            awaited = self._awaited.pop(message.number, None)
+            if awaited is not None and awaited[0].come_to(agent):
+                agent.members[awaited[0].number] = awaited[0]
             self._lock.notify_all()
         request.reply(Done())
+        if awaited is not None and awaited[0].number in agent.members:
+            member, plan, adapt = awaited
+            self._send_start(agent, member, adapt(plan))
 
     def _hold(self, agent: AgentHere, held: Sequence[wire.HeldMember]) -> None:
         """Members that this agent had before it came. Unless this launcher takes over, it has replaced them."""
@@ -309,8 +338,48 @@ class Hub:
             self._num_members += 1
             member = AgentMember(plan, self._num_members, agent)
             agent.members[member.number] = member
-        agent.endpoint.mention(wire.StartMember(member.number, msgspec.json.encode(plan)))
+        self._send_start(agent, member, plan)
         return member
+
+    def start_at(self, number: int, plan: MemberPlan, adapt: Adapt) -> AgentMember:
+        """Has the agent of this number start it; one that is still to come starts it then. `adapt` gives the plan
+        what is known of the agent's host by then.
+        """
+        with self._lock:
+            agent = self._agents.get(number)
+            self._num_members += 1
+            member = AgentMember(plan, self._num_members, agent)
+            if agent is None:
+                self._awaited[number] = (member, plan, adapt)
+                return member
+            agent.members[member.number] = member
+        self._send_start(agent, member, adapt(plan))
+        return member
+
+    def give_up(self, number: int, why: str) -> None:
+        """The agent of this number will not come; nor will the member that waits for it."""
+        with self._lock:
+            awaited = self._awaited.pop(number, None)
+        if awaited is not None:
+            awaited[0].end(1, why)
+
+    def is_there(self, number: int) -> bool:
+        """Whether the agent of this number is."""
+        with self._lock:
+            return number in self._agents
+
+    def is_awaited(self, number: int) -> bool:
+        """Whether a member waits for this agent."""
+        with self._lock:
+            return number in self._awaited
+
+    def await_instead(self, before: int, number: int) -> None:
+        """The member that waits for one agent gets another one."""
+        with self._lock:
+            self._awaited[number] = self._awaited.pop(before)
+
+    def _send_start(self, agent: AgentHere, member: AgentMember, plan: MemberPlan) -> None:
+        agent.endpoint.mention(wire.StartMember(member.number, msgspec.json.encode(plan)))
 
     def counts(self, host: str, role: str) -> list[int]:
         """The numbers of members of this role that the agents of a host have."""

@@ -24,6 +24,7 @@ from syncline.launch import jobfile
 from syncline.launch.engine import Engine
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.jobfile import JobFile
+from syncline.launch.running import bound_host
 from syncline.net import tcp
 
 MEETING = "agents.json"
@@ -147,9 +148,8 @@ def meeting_folder(step: SlurmStep, runs: str) -> pathlib.Path:
 @contextlib.contextmanager
 def leading(step: SlurmStep, config: JobConfig, say: Callable[[str], None]) -> Iterator[Hub]:
     """Task 0: all other tasks of the step are there, as agents."""
-    host = config.bind.rpartition(":")[0].strip("[]") if config.bind.count(":") == 1 else config.bind.strip("[]")
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(tcp.bind(host, 0))
+        sock = stack.enter_context(tcp.bind(bound_host(config), 0))
         file = JobFile(
             job=secrets.token_hex(8), token=secrets.token_hex(32), host=str(sock.getsockname()[0]),
             port=int(sock.getsockname()[1]), given={"start_seconds": config.start_seconds},

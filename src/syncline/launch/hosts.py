@@ -102,7 +102,9 @@ def quietest(role: str, where: Mapping[str, str], hosts: Sequence[str]) -> str:
 
 
 def assign(config: JobConfig) -> dict[str, str]:
-    """Member name to host: workers as in `hosts`, servers in turn over the hosts, or in a ring beside workers."""
+    """Member name to host: workers as in `hosts`, servers in turn over these or `server_hosts`, or in a ring beside
+    workers.
+    """
     if not config.hosts:
         hosts = ["local"]
         workers = ["local"] * config.workers
@@ -110,6 +112,7 @@ def assign(config: JobConfig) -> dict[str, str]:
         pairs = parse_hosts(config.hosts)
         hosts = [host for host, _ in pairs]
         workers = [host for host, count in pairs for _ in range(count)]
+    hosts = config.server_hosts.split(",") if config.server_hosts else hosts
     servers = workers if config.is_ring else [hosts[k % len(hosts)] for k in range(config.servers)]
     return {
         **{f"server-{k}": host for k, host in enumerate(servers)},

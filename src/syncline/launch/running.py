@@ -266,6 +266,11 @@ def listen(config: JobConfig) -> socket.socket:
     return sock
 
 
+def bound_host(config: JobConfig) -> str:
+    """The address of `--bind`, without its port."""
+    return (config.bind.rpartition(":")[0] if _has_port(config.bind) else config.bind).strip("[]")
+
+
 def page_socket(config: JobConfig) -> socket.socket | None:
     """The socket of the web page; it stays when the coordinator starts again. None: there is no page."""
     is_there = all(

@@ -1,0 +1,73 @@
+"""Jobs on a Ray cluster from Python: `syncline.ray.run(train_fn, workers=8, servers=2)`."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from syncline.errors import ConfigError, JobFailed
+
+__all__ = ["run"]
+
+_CALL = "syncline.ray.call"
+
+
+def run(
+    train_fn: Callable[..., object],
+    *,
+    workers: int | str = 1,
+    servers: int = 1,
+    arguments: Mapping[str, Any] | None = None,
+    cpus_per_worker: float = 1.0,
+    gpus_per_worker: float | None = None,
+    queue_seconds: float = 0.0,
+    **settings: Any,
+) -> str:
+    """Runs a function in every worker of a job on Ray, as `syncline run --on ray` runs a script; the job's name.
+
+    `train_fn`: a function of a module or of the program's own file, where workers find it by its name; it calls
+    `syncline.init()`. The file is imported in each worker, under another name than `__main__`.
+    `arguments`: its keyword arguments, of what JSON knows.
+    `workers`: a number, or the least and the most, "2:16".
+    `gpus_per_worker`: one if the cluster has any.
+    `queue_seconds`: for the cluster to have room, also for what it does not have now.
+    `settings`: all others, by their names: `policy="async"`.
+
+    Raises JobFailed if the job fails; what it has printed says why.
+    """
+    from syncline.cli.ray import run_job_on_ray
+    from syncline.engines.ray_cluster import EachWorker
+
+    wanted = EachWorker(
+        cpus_per_worker=cpus_per_worker, gpus_per_worker=-1.0 if gpus_per_worker is None else gpus_per_worker
+    )
+    try:
+        said = msgspec.json.encode(dict(arguments or {})).decode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"arguments: {error}; they travel as JSON") from None
+    told = {"module": _CALL, "arguments": [*_where(train_fn), said], "workers": str(workers), "servers": servers}
+    code, name = run_job_on_ray({**settings, **told}, wanted, queue_seconds=queue_seconds)
+    if code:
+        raise JobFailed(f"the job {name} has failed, with exit code {code}")
+    return name
+
+
+def _where(function: Callable[..., object]) -> tuple[str, str]:
+    """The module or the file of a function, and its name there."""
+    name = getattr(function, "__qualname__", "")
+    if not isinstance(function, types.FunctionType) or "<" in name:
+        raise ConfigError(
+            f"{name or function!r}: workers find the function by its name: define it with def at the top of a file"
+        )
+    if function.__module__ != "__main__":
+        return function.__module__, name
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        raise ConfigError(f"{name}: workers do not see what a notebook or a prompt defines; write it to a file")
+    file, here = pathlib.Path(path).absolute(), pathlib.Path.cwd()
+    return str(file.relative_to(here) if file.is_relative_to(here) else file), name

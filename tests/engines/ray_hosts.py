@@ -1,0 +1,91 @@
+"""A Ray cluster of several hosts on this machine, by the Python that has Ray: `python ray_hosts.py CPUS h1 h2 h3`.
+
+It says its address, then reads commands from standard input: `lose h2`, `add h2 CPUS`; at the end of the input
+everything ends. All hosts have the address 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+
+from ray.cluster_utils import Cluster
+
+MEMORY = 100_000_000
+_COMMON = {"node_ip_address": "127.0.0.1", "object_store_memory": MEMORY}
+
+
+def below(parents: list[int]) -> list[int]:
+    """The processes that these have started, and theirs."""
+    above = {}
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit():
+                above[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+    found, todo = [], list(parents)
+    while todo:
+        parent = todo.pop()
+        children = [pid for pid, its in above.items() if its == parent]
+        found += children
+        todo += children
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+class Hosts:
+    def __init__(self, names: list[str], cpus: float) -> None:
+        first = {**_COMMON, "node_name": names[0], "num_cpus": cpus, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, connect=False, head_node_args=first)
+        self._there = {names[0]: self._cluster.head_node}
+        for name in names[1:]:
+            self.add(name, cpus)
+        self._cluster.wait_for_nodes()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def add(self, name: str, cpus: float) -> None:
+        self._there[name] = self._cluster.add_node(**_COMMON, node_name=name, num_cpus=cpus, wait=False)
+
+    def lose(self, name: str) -> None:
+        """The host is gone at once, with all that runs there."""
+        host = self._there.pop(name)
+        own = [info.process.pid for infos in host.all_processes.values() for info in infos]
+        kill([*own, *below(own)])
+        self._cluster.remove_node(host, allow_graceful=False)
+
+    def close(self) -> None:
+        own = below([os.getpid()])
+        self._cluster.shutdown()
+        kill(own)
+
+
+def main() -> None:
+    hosts = Hosts(sys.argv[2:], float(sys.argv[1]))
+    print(f"address {hosts.address}", flush=True)
+    try:
+        for line in sys.stdin:
+            command, *words = line.split()
+            if command == "lose":
+                hosts.lose(words[0])
+            else:
+                hosts.add(words[0], float(words[1]))
+            print("done", flush=True)
+    finally:
+        hosts.close()
+
+
+if __name__ == "__main__":
+    main()
