@@ -30,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.match import play
 from benchmarks.namespaces import SpannedJobSide
+from benchmarks.processor import ProcessorMeter, is_measured
 from benchmarks.row import LEAST_PAIRS, Effort, NotMeasured, Samples, Unit, check_gpu
 from benchmarks.sides import ROOT, WAIT_SECONDS, WORKER, ProcessSide
 from benchmarks.switch import Meter, switch
@@ -243,12 +244,16 @@ class RunSide(ProcessSide):
 
 
 def measure(row: Row, new: Version, old: Version, effort: Effort) -> dict[Unit, Samples]:
-    """Seconds per operation, and between hosts bytes per operation, of the new version (`ours`) and the old one."""
+    """Per operation of the new version (`ours`) and the old one: seconds, and on one host the processor time of all
+    processes, between hosts the bytes.
+    """
     if row.needs_gpu:
         check_gpu()
         effort = dataclasses.replace(effort, turn_seconds=effort.turn_seconds * LONGER)
     if not row.on_hosts:
-        return {"seconds": play(RunSide(row, new, "ours"), RunSide(row, old, "reference"), effort)}
+        return _measure_here(
+            RunSide(row, new, "ours"), RunSide(row, old, "reference"), effort, row.task.num_uncounted
+        )
     sent: dict[str, list[float]] = {"": [], "ours": [], "reference": []}
     with switch(2, _RATE) as hosts:
         meter = Meter(hosts)
@@ -269,6 +274,21 @@ def measure(row: Row, new: Version, old: Version, effort: Effort) -> dict[Unit, 
         ]
         seconds = play(sides[0], sides[1], effort, watch=watch)
     return {"seconds": seconds, "bytes": Samples(sent["ours"], sent["reference"])}
+
+
+def _measure_here(ours: RunSide, reference: RunSide, effort: Effort, num_uncounted: int) -> dict[Unit, Samples]:
+    spent: dict[str, list[float]] = {"ours": [], "reference": []}
+    meters = {"ours": ProcessorMeter(lambda: ours.pids), "reference": ProcessorMeter(lambda: reference.pids)}
+
+    def watch(side: str, num_operations: int) -> None:
+        found = {name: meter.read(num_operations + num_uncounted) for name, meter in meters.items()}
+        if side:
+            spent[side].append(found[side])
+
+    if not is_measured():
+        return {"seconds": play(ours, reference, effort)}
+    seconds = play(ours, reference, effort, watch=watch)
+    return {"seconds": seconds, "processor": Samples(spent["ours"], spent["reference"])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +346,8 @@ def check(
     """Plays this checkout against BASE, in turns, and fails where this checkout is slower.
 
     For each row it prints new/old over 15 pairs of turns: lower quartile, median, upper quartile. It fails where the
-    lower quartile is above 1.10. What is new is the working tree as it is, with changes that are not committed.
+    lower quartile is above 1.10. Rows (processor) are processor time of all processes of a job, which other programs
+    hardly change. What is new is the working tree as it is, with changes that are not committed.
 
     Example:  python -m benchmarks.check main --only sync-2 --only "ring-*"
     """

@@ -13,7 +13,7 @@ from syncline.errors import ConfigError, SynclineError
 LEAST_PAIRS = 5
 
 #: What a figure counts.
-Unit = Literal["seconds", "bytes"]
+Unit = Literal["seconds", "bytes", "processor"]
 
 
 class NotMeasured(SynclineError):

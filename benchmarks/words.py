@@ -13,7 +13,7 @@ def size_in_words(num_bytes: int) -> str:
 
 
 def figure(value: float, unit: Unit) -> str:
-    """A figure as measured."""
+    """A figure as measured; `processor`: seconds of processor time."""
     return f"{value / MIB:.1f} MiB" if unit == "bytes" else duration(value)
 
 

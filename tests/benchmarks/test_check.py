@@ -58,14 +58,18 @@ def test_a_few_bad_turns_are_no_slowdown_and_a_few_good_ones_hide_none():
 # -- the command, with planted figures ----------------------------------------------------------------------
 
 
-def invoke(monkeypatch: pytest.MonkeyPatch, factor: float, *words: str) -> tuple[int, str]:
-    """As if the new version took `factor` of the old one's time, and the same bytes."""
+def invoke(monkeypatch: pytest.MonkeyPatch, factor: float, *words: str, processor: float = 1.0) -> tuple[int, str]:
+    """As if the new version took `factor` of the old one's time, `processor` of its processor time, and the same
+    bytes.
+    """
 
     def measure(row: check.Row, new: check.Version, old: check.Version, effort: Effort) -> dict[str, Samples]:
         if row.needs_gpu:
             raise NotMeasured("needs a GPU")
         found = {"seconds": Samples(scaled(factor), OLD)}
-        return {**found, "bytes": Samples([2e6] * 15, [2e6] * 15)} if row.on_hosts else found
+        if row.on_hosts:
+            return {**found, "bytes": Samples([2e6] * 15, [2e6] * 15)}
+        return {**found, "processor": Samples(scaled(processor), OLD)}
 
     monkeypatch.setattr(check, "measure", measure)
     monkeypatch.setattr(check, "unpacked", lambda base: _Unpacked())
@@ -89,6 +93,13 @@ def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch):
     code, output = invoke(monkeypatch, 1.3, "abc", "--only", "sync-2")
     line = next(line for line in output.splitlines() if line.startswith(" sync-2"))
     assert code == 1 and line.split()[5:8] == ["1.30", "1.31", "1.33"] and line.split()[-1] == "slower"
+
+
+def test_more_processor_time_fails_too(monkeypatch: pytest.MonkeyPatch):
+    """A thread that spins makes turns no longer while cores are idle."""
+    code, output = invoke(monkeypatch, 1.0, "abc", "--only", "sync-2", processor=1.3)
+    line = next(line for line in output.splitlines() if line.startswith(" sync-2 (processor)"))
+    assert code == 1 and line.split()[6:9] == ["1.30", "1.31", "1.33"] and line.split()[-1] == "slower"
 
 
 def test_a_row_that_fails_fails(monkeypatch: pytest.MonkeyPatch):
