@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,6 +214,15 @@ class Answered:
         return self._answer
 
 
+@dataclasses.dataclass
+class FakeScript:
+    """What a script has read and committed, for a `Boundary`: `Boundary(script, script)`."""
+
+    clock: int = 0
+    num_loops: int = 0
+    is_any_held: bool = False
+
+
 class FakeJob:
     """A worker's job, with real leases; it writes down when it rests."""
 
@@ -222,7 +232,7 @@ class FakeJob:
         self.own_step = self.num_rests = self.num_pauses = self.num_caught_up = 0
         self.noticed: list[str] = []
         self.times = StepClock()
-        boundary = Boundary(lambda: 0, lambda: False, lambda: False)
+        boundary = Boundary(script := FakeScript(), script)
         self.samples = WorkerSamples(self, LeaseAcks(), self.times, self, boundary)
 
     @property

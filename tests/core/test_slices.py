@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.core.slice_state import Copy, SliceState, freshest, highest_clocks, least_clocks, num_revoked, reach_of
+from syncline.core.slice_state import (
+    Copy,
+    SliceState,
+    VersionTable,
+    freshest,
+    highest_clocks,
+    least_clocks,
+    num_revoked,
+    reach_of,
+)
 from syncline.errors import ProtocolError
 
 ONE, TWO = ("worker-0", 3), ("worker-1", 4)
@@ -53,6 +64,52 @@ def test_staleness_is_the_updates_since_the_pull() -> None:
     for clock in (1, 2, 3):
         state.applied([(TWO, clock)], changed=True)
     assert state.staleness("worker-0") == 3
+
+
+def test_an_answer_has_the_versions_of_all_slices_and_says_what_was_read() -> None:
+    """Slices that did not change are not looked at."""
+    states = [SliceState(version=version) for version in (0, 5, 2)]
+    table = VersionTable(threading.Lock(), states)
+    assert table.read_by("worker-0") == [0, 5, 2]
+    states[1].applied([(TWO, 1)], changed=True)
+    states[1].applied([(TWO, 2)], changed=True)
+    states[2].take_over(9, [], [])
+    assert table.newest() == [0, 7, 9]
+    assert [state.staleness("worker-0") for state in states] == [0, 2, 7]
+    assert [state.staleness("worker-1") for state in states] == [0, 0, 0], "it has read nothing"
+    states[1].seen["worker-0"] = 7
+    assert states[1].staleness("worker-0") == 0, "pulled by itself since"
+    assert table.read_by("worker-0") == [0, 7, 9]
+    states[1].applied([(TWO, 3)], changed=True)
+    assert [state.staleness("worker-0") for state in states] == [0, 1, 0]
+
+
+def test_what_was_read_is_known_also_where_slices_move() -> None:
+    """Another table, when slices come and go: places differ."""
+    one, two = SliceState(version=3), SliceState(version=4)
+    table = VersionTable(threading.Lock(), [one, two])
+    table.read_by("worker-0")
+    for state in (one, two):
+        state.applied([(TWO, 1)], changed=True)
+    table = VersionTable(threading.Lock(), [two])
+    one.report_to(None)
+    assert (one.staleness("worker-0"), two.staleness("worker-0")) == (1, 1)
+    one.applied([(TWO, 2)], changed=True)
+    assert table.newest() == [5] and (one.staleness("worker-0"), one.num_readers) == (2, 1)
+
+
+def test_nothing_is_known_of_what_a_fenced_worker_has_read() -> None:
+    """Its next life begins without."""
+    states = [SliceState(), SliceState()]
+    table = VersionTable(threading.Lock(), states)
+    table.read_by("worker-0")
+    states[0].seen["worker-0"] = 0
+    for state in states:
+        state.applied([(TWO, 1)], changed=True)
+        assert state.staleness("worker-0") == 1
+        state.fence(ONE)
+        assert (state.staleness("worker-0"), state.num_readers) == (0, 0)
+        table.read_by("worker-0")  # the next life has read, while others are still to be fenced
 
 
 def test_a_copy_counts_when_neither_version_nor_writer_has_moved() -> None:

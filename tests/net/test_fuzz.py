@@ -91,6 +91,7 @@ class Bytes:
     """A stream that holds some bytes and then ends."""
 
     carries_fds = False
+    fds = ()
     is_drained = True
 
     def take(self, count: int) -> memoryview:

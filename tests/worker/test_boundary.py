@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.leased import FakeScript
+
 from syncline.worker.checkpoint.boundary import Boundary, Position
 
 
@@ -17,13 +19,13 @@ class Noting:
 
 def test_a_barrier_in_a_loop_is_no_boundary() -> None:
     """What the script does behind it, and before it comes for its next batch, belongs to the batch before."""
-    noting, in_loop = Noting(), True
-    boundary = Boundary(lambda: 7, lambda: in_loop, lambda: False)
+    noting, script = Noting(), FakeScript(clock=7, num_loops=1)
+    boundary = Boundary(script, script)
     boundary.watch(noting)
     with boundary.standing(boundary.place("barrier", "x")):
         boundary.look_where_it_waits()
     assert not noting.seen
-    in_loop = False
+    script.num_loops = 0
     with boundary.standing(boundary.place("barrier", "x")):
         boundary.look_where_it_waits()
     assert set(noting.seen) == {(("barrier", "x", 1), 7)}
@@ -31,11 +33,11 @@ def test_a_barrier_in_a_loop_is_no_boundary() -> None:
 
 def test_barriers_of_batches_that_are_done_are_not_counted() -> None:
     """A job that takes a checkpoint up does not come to them again: the next outside of loops has the same turn."""
-    in_loop = False
-    boundary = Boundary(lambda: 0, lambda: in_loop, lambda: False)
+    script = FakeScript()
+    boundary = Boundary(script, script)
     assert boundary.place("barrier", "x") == ("barrier", "x", 1)
-    in_loop = True
+    script.num_loops = 1
     boundary.place("barrier", "x"), boundary.place("barrier", "x")
-    in_loop = False
+    script.num_loops = 0
     assert boundary.place("barrier", "x") == ("barrier", "x", 2)
     assert boundary.place("barrier", "y") == ("barrier", "y", 1)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.leased import FakeScript
 from tests.patience import PATIENCE
 from tests.saved_scripts import NAME, Asker, finish, resumes
 
@@ -333,9 +334,16 @@ def test_who_retires_and_who_saves_nothing_does_not_stay(house, tmp_path, how):
 
 
 def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():
-    clock = 0
-    boundary = Boundary(lambda: clock, lambda: False, lambda: pytest.fail("looked"))  # type: ignore[arg-type]
-    for clock in range(3):  # noqa: B007 - the boundary reads it
+    class Reading:
+        num_loops = 0
+
+        @property
+        def is_any_held(self) -> bool:
+            pytest.fail("looked")
+
+    script = FakeScript()
+    boundary = Boundary(script, Reading())
+    for script.clock in range(3):
         boundary.passed(("loop", "a", 0))
         boundary.hands_out()
         with boundary.waiting():
@@ -348,8 +356,8 @@ def test_a_boundary_costs_nothing_but_a_look_while_nobody_watches():
 
 def test_several_commits_between_two_boundaries_are_one_step():
     """Two optimizers: a cut between their commits has the batch in it, so the state behind it is the right one."""
-    clock, seen = 0, []
-    boundary = Boundary(lambda: clock, lambda: False, lambda: False)
+    script, seen = FakeScript(), []
+    boundary = Boundary(script, script)
 
     class Watch:
         def at(self, position: Any, after: int, clock: int, *, waits: bool) -> None:
@@ -358,6 +366,6 @@ def test_several_commits_between_two_boundaries_are_one_step():
         def handed_out(self) -> None: ...
 
     boundary.watch(Watch())
-    for clock in (0, 2, 4, 4):  # noqa: B007 - the boundary reads it
+    for script.clock in (0, 2, 4, 4):
         boundary.passed(("loop", "a", 0))
     assert seen == [(-1, 0), (0, 2), (2, 4), (3, 4)]

@@ -225,7 +225,7 @@ class Rounds(Generic[T]):
     """
 
     def __init__(self, policy: Policy, workers: Iterable[tuple[str, int]]) -> None:
-        self.policy = policy
+        self.policy, self._in_rounds = policy, policy.in_rounds
         self.standings = {name: Standing(name, incarnation) for name, incarnation in workers}
         self._forgotten: dict[str, int] = {}  # workers without a standing -> last incarnation
         self._open: dict[tuple[int, int], dict[str, Commit[T]]] = {}
@@ -279,7 +279,7 @@ class Rounds(Generic[T]):
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, incarnation, clock, item)
-        if not self.policy.in_rounds:
+        if not self._in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
         if self.policy.spare and standing.turn() <= self.closed:
             self.round_memberships.was_late(self.closed, commit[:3])

@@ -61,23 +61,105 @@ def _are_next(
     )
 
 
+class VersionTable:
+    """The versions of all slices of a server, by place, and those that each worker has read with its last answer.
+
+    Slices report their changes here, and the next answer takes them in: its cost does not grow with slices that have
+    not changed. Whoever changes a slice does not wait for `lock`.
+    """
+
+    __slots__ = ("_changed", "_lock", "_read", "_versions")
+
+    def __init__(self, lock: AbstractContextManager[object], states: Sequence[SliceState] = ()) -> None:
+        """These states report to it from now on, and no more to the table before."""
+        self._lock, self._changed = lock, list[SliceState]()
+        self._read: dict[str, Sequence[int]] = {}
+        for place, state in enumerate(states):
+            state.report_to(self, place)
+        self._versions = [state.version for state in states]  # later changes are reported
+
+    def has_changed(self, state: SliceState) -> None:
+        self._changed.append(state)
+
+    def newest(self) -> list[int]:
+        """The versions of all slices."""
+        with self._lock:
+            changed, versions = self._changed, self._versions
+            while changed:
+                state = changed.pop()
+                versions[state.place] = state.version
+            return versions.copy()
+
+    def read_by(self, worker: str) -> list[int]:
+        """The same; this worker reads them."""
+        versions = self._read[worker] = self.newest()
+        return versions
+
+    def seen(self, worker: str, place: int) -> int:
+        """The version of one slice that this worker has read; -1: none."""
+        versions = self._read.get(worker)
+        return -1 if versions is None else versions[place]
+
+    def seen_at(self, place: int) -> dict[str, int]:
+        """By worker: the version of one slice that it has read."""
+        return {worker: versions[place] for worker, versions in self._read.copy().items()}
+
+    def forget(self, worker: str) -> None:
+        self._read.pop(worker, None)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._read)
+
+
 class SliceState:
     """Version, clocks and fences of one slice. The vector clock records what has been applied."""
 
-    __slots__ = ("_clocks", "_common", "_fences", "acks", "late", "pins", "seen", "version", "writing")
+    __slots__ = (
+        "_clocks",
+        "_common",
+        "_fences",
+        "_table",
+        "_version",
+        "acks",
+        "late",
+        "pins",
+        "place",
+        "seen",
+        "writing",
+    )
 
     def __init__(
         self, version: int = 0, clocks: Mapping[Identity, int] | None = None, fences: Mapping[str, int] | None = None
     ) -> None:
-        self.version = version
+        self._version, self.place = version, 0
+        self._table: VersionTable | None = None  # if set, the slice is at `place` there
         self._clocks: dict[Identity, int] = dict(clocks or {})
         self._fences: dict[str, int] = dict(fences or {})
         self._common: CommonClocks | None = None  # if set, its tables are those of this slice
-        self.seen: dict[str, int] = {}  # version that each worker last pulled
+        self.seen: dict[str, int] = {}  # version that each worker last pulled by itself; see also the table
         self.pins = 0
         self.writing = False
         self.acks: dict[int, list[Places]] = {}  # slice 0: unconfirmed lease acks
         self.late: dict[int, list[Places]] = {}  # slice 0: unconfirmed, of late commits
+
+    @property
+    def version(self) -> int:
+        """The number of updates."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        if self._table is not None:
+            self._table.has_changed(self)
+
+    def report_to(self, table: VersionTable | None, place: int = 0) -> None:
+        """Its version is at this place of the table from now on."""
+        if self._table is not None:
+            for worker, version in self._table.seen_at(self.place).items():
+                self.seen[worker] = max(version, self.seen.get(worker, -1))
+        self._table, self.place = table, place
 
     @property
     def clocks(self) -> Mapping[Identity, int]:
@@ -186,7 +268,7 @@ class SliceState:
         self._fences[name] = max(incarnation, self._fences.get(name, 0))
         for known in [k for k in self._clocks if k[0] == name and k[1] < self._fences[name]]:
             del self._clocks[known]
-        self.seen.pop(name, None)
+        self.forget_reader(name)
 
     def is_fenced(self, worker: Identity) -> bool:
         return worker[1] <= self.fences.get(worker[0], 0)
@@ -216,7 +298,21 @@ class SliceState:
 
     def staleness(self, worker: str) -> int:
         """Updates applied since this worker's last pull."""
-        return self.version - self.seen.get(worker, self.version)
+        seen = self.seen.get(worker, -1)
+        if self._table is not None:
+            seen = max(seen, self._table.seen(worker, self.place))
+        return self._version - seen if seen >= 0 else 0
+
+    def forget_reader(self, worker: str) -> None:
+        """Nothing is known any more of what this worker has pulled."""
+        self.seen.pop(worker, None)
+        if self._table is not None:
+            self._table.forget(worker)
+
+    @property
+    def num_readers(self) -> int:
+        """Entries about what workers have pulled."""
+        return len(self.seen) + (self._table.num_readers if self._table is not None else 0)
 
     def is_still(self, version: int) -> bool:
         """Whether an optimistic copy of this version, made before now, is consistent."""

@@ -76,6 +76,9 @@ class SocketConnection(Connection):
 
     def _write(self, header: Header, body: bytes, buffers: Iterable[Buffer], fd: int | None) -> None:
         first = memoryview(header.pack() + body)
+        if not header.payload_bytes and not buffers:
+            self.stream.write([first], fd)
+            return
         if header.payload_bytes < 1 << 16:
             views = list(buffers)
             num_bytes = sum(map(len, views))
@@ -187,7 +190,8 @@ class SocketConnection(Connection):
                 raise FrameError(f"a payload of {header.payload_bytes} bytes does not fit its message")
             for buffer in payload:
                 self.stream.read(buffer)
-        attachment = self._attachment(header, message)
+        is_attached = header.flags & frame.ATTACHED or self.stream.fds
+        attachment = self._attachment(header, message) if is_attached else None
         self._received[0] += 1
         self._received[1] += frame.HEADER.size + header.body_bytes + header.payload_bytes
         self._receiver.deliver(header, message, payload, attachment)

@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import NamedTuple
 
 import msgspec
 
 from syncline.core.wire.message import Message
 from syncline.core.wire.tables import KIND, MESSAGES, PROTOCOL
-from syncline.errors import FrameError, VersionError
+from syncline.errors import FrameError, SynclineError, VersionError
 
 HEADER = struct.Struct("<4sBBHIQQQIIQ")
 _JOB_END, _SENDER_END, _TERM_END = 20, 28, 40
 MAGIC = b"SYNC"
 ANSWER, ATTACHED, MORE = 1, 2, 4
+#: Only answers come in parts.
+_FLAGS = frozenset({0, ATTACHED, ANSWER, ANSWER | ATTACHED, ANSWER | MORE, ANSWER | MORE | ATTACHED})
 MAX_BODY_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 44
 
@@ -38,7 +39,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = tuple(msgspec.msgpack.Decoder(message) for message in MESSAGES)
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True, gc=False):
     """The validated header of a frame."""
 
     kind: int
@@ -77,21 +78,26 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
     if len(data) != HEADER.size:
         raise FrameError(f"a header of {len(data)} bytes, {HEADER.size} are needed")
     magic, version, flags, kind, request, job, incarnation, generation, term, body, payload = HEADER.unpack(data)
+    is_ours = magic == MAGIC and version == PROTOCOL and flags in _FLAGS and kind < len(MESSAGES)
+    if not is_ours or body > MAX_BODY_BYTES or payload > MAX_PAYLOAD_BYTES:
+        raise _why_not(magic, version, flags, kind, body, payload)
+    return Header(kind, request, flags, job, incarnation, generation, term, body, payload)
+
+
+def _why_not(magic: bytes, version: int, flags: int, kind: int, body: int, payload: int) -> SynclineError:
     if magic != MAGIC:
-        raise FrameError(f"not a frame of ours: it begins with {bytes(magic)!r}")
+        return FrameError(f"not a frame of ours: it begins with {bytes(magic)!r}")
     if version != PROTOCOL:
-        raise VersionError(
+        return VersionError(
             f"the other side speaks protocol {version}, this one {PROTOCOL}; use one version of syncline"
         )
-    if flags & ~(ANSWER | ATTACHED | MORE) or (flags & MORE and not flags & ANSWER):
-        raise FrameError(f"unknown flags {flags:#x}")
+    if flags not in _FLAGS:
+        return FrameError(f"unknown flags {flags:#x}")
     if kind >= len(MESSAGES):
-        raise FrameError(f"unknown kind {kind}")
+        return FrameError(f"unknown kind {kind}")
     if body > MAX_BODY_BYTES:
-        raise FrameError(f"a body of {body} bytes; at most {MAX_BODY_BYTES}")
-    if payload > MAX_PAYLOAD_BYTES:
-        raise FrameError(f"a payload of {payload} bytes; at most {MAX_PAYLOAD_BYTES}")
-    return Header(kind, request, flags, job, incarnation, generation, term, body, payload)
+        return FrameError(f"a body of {body} bytes; at most {MAX_BODY_BYTES}")
+    return FrameError(f"a payload of {payload} bytes; at most {MAX_PAYLOAD_BYTES}")
 
 
 def encode(message: Message) -> bytes:

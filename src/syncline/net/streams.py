@@ -14,7 +14,7 @@ import select
 import socket
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from syncline.errors import ConnectionLost
@@ -35,6 +35,10 @@ class Stream(Protocol):
     """Bytes in both directions. One thread reads at a time; one thread writes at a time."""
 
     carries_fds: bool
+
+    @property
+    def fds(self) -> Collection[int]:
+        """File descriptors that were received and not taken."""
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
         """Sends all bytes. Raises Stalled if the peer reads nothing for too long."""
@@ -70,7 +74,7 @@ class PlainStream:
         self.carries_fds = sock.family == getattr(socket, "AF_UNIX", None)
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         self._start = self._end = 0
-        self._fds: collections.deque[int] = collections.deque()
+        self.fds: collections.deque[int] = collections.deque()
         self._poll: select.poll | None = None
 
     def write(self, buffers: list[memoryview], fd: int | None = None) -> None:
@@ -97,15 +101,16 @@ class PlainStream:
 
     def take(self, count: int) -> memoryview:
         start = self._start
-        if self._end - start < count:
-            view = memoryview(bytearray(count))
+        end = start + count
+        if end > self._end:
             if self._end != start or count > len(self._ahead):
+                view = memoryview(bytearray(count))
                 self.read(view)
                 return view
             self._fill(count)
-            start = 0
-        self._start = start + count
-        return self._ahead[start : start + count]
+            start, end = 0, count
+        self._start = end
+        return self._ahead[start:end]
 
     def _fill(self, count: int) -> None:
         """Reads ahead until there are this many bytes; the buffer is empty before."""
@@ -167,9 +172,9 @@ class PlainStream:
         if self.carries_fds:
             count, ancillary, _, _ = self.sock.recvmsg_into([self._ahead], _FD_SPACE)
             if ancillary:
-                _collect_fds(ancillary, self._fds)
-                if len(self._fds) > _MOST_FDS:
-                    raise ConnectionLost(f"{len(self._fds)} file descriptors came that no frame has asked for")
+                _collect_fds(ancillary, self.fds)
+                if len(self.fds) > _MOST_FDS:
+                    raise ConnectionLost(f"{len(self.fds)} file descriptors came that no frame has asked for")
         else:
             count = self.sock.recv_into(self._ahead)
         self._start, self._end = 0, self._some(count)
@@ -199,12 +204,12 @@ class PlainStream:
                 self._read_ahead()
             except (OSError, ValueError) as error:
                 raise self._not_read(error) from None
-        if self._fds or self._end - self._start < count:
+        if self.fds or self._end - self._start < count:
             return None
         return self._ahead[self._start : self._start + count]
 
     def take_fd(self) -> int | None:
-        return self._fds.popleft() if self._fds else None
+        return self.fds.popleft() if self.fds else None
 
     @property
     def is_drained(self) -> bool:
@@ -215,8 +220,8 @@ class PlainStream:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popleft())
+        while self.fds:
+            os.close(self.fds.popleft())
         self.sock.close()
 
 
@@ -234,6 +239,7 @@ class TlsStream:
     """A TLS 1.3 socket, non-blocking inside."""
 
     carries_fds = False
+    fds: Collection[int] = ()
 
     def __init__(
         self, sock: ssl.SSLSocket, peer: str = "the other side", stall_seconds: float = STALL_SECONDS

@@ -32,7 +32,8 @@ class Clipping:
         return set(self._works.values())
 
     def forget(self, commit: Held) -> None:
-        self._works.pop(key_of(commit), None)
+        if self._works:
+            self._works.pop(key_of(commit), None)
 
     def clear(self) -> None:
         self._works.clear()

@@ -104,11 +104,8 @@ class Commits:
         with self.state_lock:
             self.rounds.learn(round_membership)
 
-    def _hear_membership(self, peer: Peer, message: Stage | CommitStaged) -> None:
+    def _hear_membership(self, peer: Peer, message: CommitStaged, round_membership: RoundMembership) -> None:
         """Under `state_lock`: a worker reports the membership of its round."""
-        round_membership = message.round_membership if isinstance(message, CommitStaged) else None
-        if round_membership is None:
-            return
         if self.rounds.decides:
             raise ProtocolError(f"{peer} announces a round's members to the server that decides them")
         if (peer.name, peer.incarnation, message.clock) not in (*round_membership.members, *round_membership.late):
@@ -118,9 +115,12 @@ class Commits:
     def learn_held(self) -> None:
         """Under `state_lock`: learns the round memberships that held commits carry."""
         for request in self.admission_queue.waiting():
-            if isinstance(request.message, CommitStaged) and request.generation >= self.moved:
+            message = request.message
+            if not isinstance(message, CommitStaged) or request.generation < self.moved:
+                continue
+            if message.round_membership is not None:
                 with contextlib.suppress(ProtocolError):  # it is refused when its turn comes
-                    self._hear_membership(request.peer, request.message)
+                    self._hear_membership(request.peer, message, message.round_membership)
 
     # -- staging ------------------------------------------------------------------------------------------
 
@@ -200,7 +200,8 @@ class Commits:
                 self.check_generation(request)
             standing = self.rounds.standing(peer.name, peer.incarnation)
             key = (peer.name, peer.incarnation, clock)
-            self._hear_membership(peer, message)
+            if isinstance(message, CommitStaged) and message.round_membership is not None:
+                self._hear_membership(peer, message, message.round_membership)
             contribution = self._contribution(peer, standing, clock, self._staged.pop(key, None))
             self._ask_for(contribution, request, message)
             if clock > standing.clock + 1:
@@ -253,7 +254,7 @@ class Commits:
             return StagedCommit(peer.incarnation, standing.phase, 0)
         first = StagedCommit(peer.incarnation, known.phase, known.slot)
         first.request, first.answer = known.request, known.answer
-        known.again.append(first)
+        known.again = (*known.again, first)
         return known
 
     def _is_asked_again(self, key: Key, request: Request) -> bool:

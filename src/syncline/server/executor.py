@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from syncline import faults
+from syncline.core.layout import Slice
 from syncline.core.rounds import Commit, Rounds, Verdict
 from syncline.core.slice_state import Identity, life_of
 from syncline.core.tracing import APPLY, SpanBuffer
@@ -70,6 +71,7 @@ class RoundExecutor:
         self._preferred: list[int] = []
         self._leaving: frozenset[int] = frozenset()
         self._in_order: tuple[HostedSlice, ...] | None = None
+        self._first_slices: tuple[Slice, ...] | None = None
         self._untouched = UntouchedSlices()
         self._is_zero_told = False
         self.lag_max = 0
@@ -99,11 +101,17 @@ class RoundExecutor:
             self._in_order = tuple(self._slices[number] for number in ordered if number not in self._leaving)
         return self._in_order
 
+    def first_slices(self) -> tuple[Slice, ...]:
+        """One slice of every segment that has any here."""
+        if self._first_slices is None:
+            self._first_slices = tuple({slot.part.segment: slot.part for slot in self._slices.values()}.values())
+        return self._first_slices
+
     def hosts_others(self, leaving: Iterable[int] = ()) -> None:
         """Under `state_lock`: the hosted slices or the number of servers have changed. Slices in `leaving` take no
         more updates. With spare workers, the server of slice 0 closes the rounds from now on.
         """
-        self._leaving, self._in_order = frozenset(leaving), None
+        self._leaving, self._in_order, self._first_slices = frozenset(leaving), None, None
         self._untouched = UntouchedSlices()
         self._rounds.decides, self._rounds.is_alone = 0 in self._slices, self.num_servers == 1
         self._rounds.first_segment = min((slot.part.segment for slot in self._slices.values()), default=0)
@@ -394,12 +402,12 @@ class RoundExecutor:
 
     def take_requests(self, commits: Iterable[Held]) -> list[StagedCommit]:
         """Under `state_lock`: takes the pending replies out, so that the caller can refuse them."""
-        asked = []
+        asked: list[StagedCommit] = []
         for commit in commits:
             taken = StagedCommit(commit.item.incarnation, 0, 0)
             taken.say_again(commit.item)
             asked += taken.again
-            commit.item.request, commit.item.answer, commit.item.again = None, None, []
+            commit.item.request, commit.item.answer, commit.item.again = None, None, ()
         return asked
 
     @staticmethod

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncline.core.codecs.pieces import SliceCoder
 from syncline.core.rounds import RoundMembership
-from syncline.core.slice_state import Identity
+from syncline.core.slice_state import Identity, VersionTable
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import (
     CommitStaged,
@@ -54,6 +54,7 @@ class Pulls:
         self._device_arenas = device_arenas
         self._slices, self._pool, self._senders = slices, pool, senders
         self._by_id: tuple[HostedSlice, ...] = ()
+        self._versions = VersionTable(threading.Lock())  # of these
         self._hosted = (0, 0)  # number and bytes of slices when last counted
         self.outgoing = Outgoing(self._hosted_bytes, most_bytes)
         self._lock = threading.Lock()
@@ -109,7 +110,10 @@ class Pulls:
 
     def hosts_others(self) -> None:
         """The hosted slices have changed."""
-        self._by_id = tuple(self._slices[number] for number in sorted(self._slices))
+        before, self._by_id = self._by_id, tuple(self._slices[number] for number in sorted(self._slices))
+        self._versions = VersionTable(threading.Lock(), [slot.state for slot in self._by_id])
+        for slot in set(before).difference(self._by_id):
+            slot.state.report_to(None)
 
     def committed(
         self, request: Request, clock: int, item: StagedCommit, round_membership: RoundMembership | None
@@ -118,16 +122,18 @@ class Pulls:
         worker, message = request.peer.name, request.message
         reads = not isinstance(message, Stage | CommitStaged | GiveClip) or message.reads
         landed = self.land(request, item.slot, reads=reads)
-        versions = self._mapped_versions(landed) if reads else [slot.state.version for slot in self._by_id]
-        if reads:
+        if not reads:
+            versions = self._versions.newest()
+        elif landed or (self._by_id and self._by_id[0].storage.is_lazy):  # all have the same one
+            versions = self._mapped_versions(landed)
             for slot, version in zip(self._by_id, versions, strict=True):
                 slot.state.seen[worker] = version
+        else:
+            versions = self._versions.read_by(worker)
         request.reply(Committed(clock, versions, [], item.clocks, item.is_late, round_membership, item.is_skipped))
 
     def _mapped_versions(self, landed: Mapping[int, int]) -> list[int]:
-        """What a worker finds in mapped memory; `landed`: in its arenas on the GPU."""
-        if not landed and not (self._by_id and self._by_id[0].storage.is_lazy):  # all have the same one
-            return [slot.state.version for slot in self._by_id]
+        """What a worker finds in mapped memory that may be older; `landed`: in its arenas on the GPU."""
         found = ((slot, landed.get(slot.part.id)) for slot in self._by_id)
         return [slot.mapped_version() if version is None else version for slot, version in found]
 

@@ -126,7 +126,7 @@ class HostedSlice:
 
     def held(self) -> dict[str, int]:
         """How many there are of everything that commits bring."""
-        known = len(self.state.clocks) + len(self.state.fences) + len(self.state.seen)
+        known = len(self.state.clocks) + len(self.state.fences) + self.state.num_readers
         return {"workers": known, "views": self.rules.num_views, "queue": len(self.queue)}
 
     @property
@@ -165,10 +165,11 @@ class HostedSlice:
         done: list[SliceTask] = []
         with self.lock:
             if not self.replicas and self.in_flight is None:
-                while self.queue and not self.state.pins and not self._is_voted_on():
-                    done.append(self._apply_alone(self.queue.popleft()))
+                queue, state = self.queue, self.state
+                while queue and not state.pins and not queue[0].waits_for_votes:
+                    done.append(self._apply_alone(queue.popleft()))
                 self._tell_of(done)
-                if not self._is_voted_on():
+                if not (queue and queue[0].waits_for_votes):
                     return done
         return done + self._drain_with_backups()
 
@@ -296,6 +297,8 @@ class HostedSlice:
 
     def _scale_of(self, work: SliceTask, commits: Sequence[Commit[StagedCommit]]) -> float:
         """Computed once: the worker may pull while the backup applies the update."""
+        if work.policy is None or not work.policy.is_damped:
+            return work.scale
         return work.scale_for(max((self.state.staleness(c.worker) for c in commits), default=0))
 
     def _take_in(
@@ -307,7 +310,7 @@ class HostedSlice:
     ) -> None:
         """Under the lock: applies a round's gradients here, and counts what they were."""
         began = time.perf_counter()
-        if any(gradient is not None for gradient in gradients):
+        if _has_any(gradients):
             for commit in commits:
                 self._measure(self.state.staleness(commit.worker))
             self.damping_sum += len(commits) * (1.0 if work.in_rounds or not work.scale else scale / work.scale)
@@ -333,7 +336,7 @@ class HostedSlice:
         if how.gather:
             gradients, overrides = self.rules.gather(gradients, overrides, scale, counts, how.gather)
             scale = counts = 1.0
-        changed = any(gradient is not None for gradient in gradients)
+        changed = _has_any(gradients)
         if changed:
             state.writing = True
             try:
@@ -393,7 +396,7 @@ class HostedSlice:
 
     def overrides_of(self, work: SliceTask) -> dict[int, dict[str, Option]]:
         """The hyperparameters of a round here. With `--lr-per-worker` its rate is the highest of its workers."""
-        overrides = work.overrides_for(self.part.segment)
+        overrides = work.overrides_for(self.part.segment) if work.overrides else {}
         if work.policy is not None and work.policy.lr_per_worker:
             for group in set(self.rules.groups):
                 if rates := self._rates(work, group):
@@ -493,6 +496,13 @@ class HostedSlice:
     def unpin(self) -> None:
         with self.lock:
             self.state.pins -= 1
+
+
+def _has_any(gradients: Sequence[Numbers | None]) -> bool:
+    for gradient in gradients:  # noqa: SIM110 - `any` of a generator takes longer than the few there are
+        if gradient is not None:
+            return True
+    return False
 
 
 class RoundSums:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from syncline.core.aggregate import Aggregate
-from syncline.core.layout import Ranges, Slice
+from syncline.core.layout import Ranges
 from syncline.core.policy import Policy
 from syncline.core.ring import Ballot
 from syncline.core.rounds import Commit, RoundMembership
@@ -17,7 +17,7 @@ from syncline.core.slice_state import Identity
 from syncline.core.wire.leases import LeaseAck
 from syncline.errors import RuleError, SynclineError
 from syncline.net.rpc import Request
-from syncline.reduce.kernels import Numbers
+from syncline.reduce.slices import FindNumbers, nothing_staged
 
 if TYPE_CHECKING:
     from syncline.server.slices import HostedSlice, RoundSums, Snapshot
@@ -95,66 +95,50 @@ class Progress(Protocol):
         """The round is applied, or ended otherwise."""
 
 
-class StagedCommit:
-    """One worker's staged commit: its options, its bytes, and the pending reply."""
+# Never changed.
+_NO_CLOCKS: dict[str, int] = {}
+_NO_OVERRIDES: list[tuple[int, int, dict[str, Option]]] = []
 
-    __slots__ = (
-        "acks",
-        "again",
-        "answer",
-        "arrays",
-        "back_at",
-        "clip_norm",
-        "clocks",
-        "incarnation",
-        "is_early",
-        "is_edited",
-        "is_fenced",
-        "is_late",
-        "is_skipped",
-        "is_told",
-        "nominal",
-        "overrides",
-        "phase",
-        "pushed",
-        "request",
-        "since",
-        "skip",
-        "slot",
-        "squared_norm",
-        "weight",
-    )  # fmt: skip
+
+class StagedCommit:
+    """One worker's staged commit: its options, its bytes, and the pending reply.
+
+    Defaults are the class's: one is made for every commit, and most of them stay.
+    """
+
+    pushed: Ranges = ()
+    weight, skip = 1.0, False
+    nominal = 1.0  # the weight of a push that counts in full, in `bounded` and `async`
+    squared_norm = 0.0  # of its gradients over all servers, with --aggregate norm-clipped
+    back_at: int | None = None
+    clip_norm: float | None = None
+    overrides: list[tuple[int, int, dict[str, Option]]] = _NO_OVERRIDES
+    is_early = False  # slices were staged before it, to be added up
+    is_edited = False  # some of them have changed since
+    request: Request | None = None
+    answer: Progress | None = None  # set if the reply goes out slice by slice
+    again: Sequence[StagedCommit] = ()  # repetitions of the same commit, each with its own reply
+    clocks: dict[str, int] = _NO_CLOCKS  # sent with the reply
+    acks: Sequence[LeaseAck] = ()  # of leases
+    since = 0.0  # when it was committed
+    is_told = False  # the options are known, not only early bytes
+    is_fenced = False  # its worker was removed, and the commit still counts
+    is_late = False  # its round was closed before it arrived
+    is_skipped = False  # its round changed nothing: an overflow
 
     def __init__(self, incarnation: int, phase: int, slot: int) -> None:
         self.incarnation, self.phase, self.slot = incarnation, phase, slot
-        self.pushed: Ranges = ()
-        self.weight, self.skip = 1.0, False
-        self.nominal = 1.0  # the weight of a push that counts in full, in `bounded` and `async`
-        self.squared_norm = 0.0  # of its gradients over all servers, with --aggregate norm-clipped
-        self.back_at: int | None = None
-        self.clip_norm: float | None = None
-        self.overrides: list[tuple[int, int, dict[str, Option]]] = []
-        self.arrays: Callable[[Slice], Numbers | None] = lambda part: None
-        self.is_early = False  # slices were staged before it, to be added up
-        self.is_edited = False  # some of them have changed since
-        self.request: Request | None = None
-        self.answer: Progress | None = None  # set if the reply goes out slice by slice
-        self.again: list[StagedCommit] = []  # repetitions of the same commit, each with its own reply
-        self.clocks: dict[str, int] = {}  # sent with the reply
-        self.acks: Sequence[LeaseAck] = ()  # of leases
-        self.since = 0.0  # when it was committed
-        self.is_told = False  # the options are known, not only early bytes
-        self.is_fenced = False  # its worker was removed, and the commit still counts
-        self.is_late = False  # its round was closed before it arrived
-        self.is_skipped = False  # its round changed nothing: an overflow
+        self.arrays: FindNumbers = nothing_staged
 
     def void(self) -> None:
         """The commit was late: its gradients do not count, but its clock advances."""
         self.is_late, self.skip = True, True
-        self.pushed, self.clip_norm, self.overrides = (), None, []
+        self.pushed, self.clip_norm, self.overrides = (), None, _NO_OVERRIDES
 
     def sayings(self) -> list[StagedCommit]:
         """All requests to reply to: the first one and its repetitions."""
+        if not self.again:
+            return [self] if self.request is not None else []
         return [item for item in (self, *self.again) if item.request is not None]
 
     def say_again(self, other: StagedCommit) -> None:
@@ -162,7 +146,7 @@ class StagedCommit:
         for item in other.sayings():
             kept = StagedCommit(item.incarnation, item.phase, item.slot)
             kept.request, kept.answer = item.request, item.answer
-            self.again.append(kept)
+            self.again = (*self.again, kept)
 
 
 Round = tuple[Commit[StagedCommit], ...]
@@ -190,6 +174,8 @@ class SliceTask:
     counts = 1.0  # how much the update counts: weight over nominal weight
     gather = 0  # so many pushes make a group; 1 without commits: what is held is applied; 0: nothing is held
     policy: Policy | None = None
+    weighs = True  # whether a commit counts by its weight
+    aggregate: Aggregate | None = None  # how the gradients of its commits become one; None: by their mean or sum
     clip_norm: float | None = None
     overrides: Sequence[tuple[int, int, dict[str, Option]]] = ()
     # with spare workers: the membership of this round, or of the round that the commit missed
@@ -207,16 +193,6 @@ class SliceTask:
         self._left = len(slots)
         self._lock = threading.Lock()
         self._finished = finished
-
-    @property
-    def weighs(self) -> bool:
-        """Whether a commit counts by its weight."""
-        return self.policy is None or self.policy.in_rounds or self.policy.weighs
-
-    @property
-    def aggregate(self) -> Aggregate | None:
-        """How the gradients of its commits become one; None: by their mean or sum."""
-        return self.policy.aggregate if self.policy is not None else None
 
     def answers(self) -> list[Progress]:
         """The replies that report slices as they are applied."""
@@ -319,13 +295,14 @@ class RoundTask(SliceTask):
         super().__init__(slots, finished)
         self._held, self._failed, self._num_unheld = held, failed, len(slots)
         self.commits, self.policy, self.in_rounds = commits, policy, policy.in_rounds
+        self.weighs, self.aggregate = self.in_rounds or policy.weighs, policy.aggregate
         self._answers_early = answers_early(policy)
         if len(commits) == 1:
             self.skip, self.weight = leading.item.skip, leading.item.weight
         else:
             self.skip = any(commit.item.skip for commit in commits)
             self.weight = sum(commit.item.weight for commit in commits)
-        if not policy.in_rounds:
+        if not self.in_rounds:
             # The mean of a group is weighted by the samples; without a group there is only one push.
             nominal = 1.0 if policy.gather else leading.item.nominal
             self.counts = leading.item.weight / nominal if policy.weighs else 1.0

@@ -33,12 +33,13 @@ class WorkerRemoval:
         self._gone = gone
         flow.call_after_rounds(self._forget_gone)
         self._staged_by: Callable[[str], Iterable[HostedSlice]] = self.staged_here
+        self._is_staged_as_hosted = True
 
     def stage_by(self, slices_of: Callable[[str], Iterable[HostedSlice]] | None) -> None:
         """`slices_of` gives the slices whose pushes a worker stages here; for other slices it only announces them.
         None: all slices here.
         """
-        self._staged_by = slices_of or self.staged_here
+        self._staged_by, self._is_staged_as_hosted = slices_of or self.staged_here, slices_of is None
 
     def staged_here(self, worker: str) -> Iterable[HostedSlice]:
         """The slices a worker stages here; in a ring also spread ones."""
@@ -119,7 +120,7 @@ class WorkerRemoval:
             if standing is None or standing.incarnation == incarnation:
                 self._rounds.forget_left(name)
                 for slot in self._slices.values():
-                    slot.state.seen.pop(name, None)
+                    slot.state.forget_reader(name)
             self._staging.forget_worker(worker)
             for slot in (*self._slices.values(), *self._staging.copies.slots()):
                 slot.rules.forget_staged()
@@ -133,6 +134,8 @@ class WorkerRemoval:
 
     def not_staged(self, worker: Identity, contribution: StagedCommit, have: set[int]) -> int | None:
         """A slice here whose bytes this commit lacks."""
+        if self._are_all_shared(worker, contribution.slot):
+            return None
         shared: dict[int, bool] = {}  # by segment
         for slot in self._staged_by(worker[0]):
             segment = slot.part.segment
@@ -143,3 +146,14 @@ class WorkerRemoval:
             if slot.touched_by(contribution.pushed):
                 return slot.part.id
         return None
+
+    def _are_all_shared(self, worker: Identity, slot: int) -> bool:
+        """Whether all slices that a worker stages here lie in its shared memory. Looks at segments: a large model has
+        hundreds of slices, and this is asked at every commit.
+        """
+        if not self._is_staged_as_hosted or self._staging.copies.numbers:
+            return False
+        for part in self._flow.first_slices():  # noqa: SIM110 - `all` of a generator takes longer than the few
+            if not self._staging.is_shared(worker, slot, part):
+                return False
+        return True

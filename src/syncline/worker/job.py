@@ -123,9 +123,7 @@ class Job:
             self.config, handlers, link, dial, stamp, name=name, is_late=joined.late, say=say, finite=finite
         )
         lease_acks = exchange.lease_acks
-        self.boundary = Boundary(
-            lambda: exchange.clock, lambda: lease_acks.num_loops > 0, lambda: lease_acks.is_any_held
-        )
+        self.boundary = Boundary(exchange, lease_acks)
         meanwhile = WhileWaiting(
             leave_if_retiring=self.leave_if_retiring,
             follow=exchange.follow,
@@ -136,7 +134,8 @@ class Job:
         )
         self.measures = Measures(self, link, handlers.signals, say)
         self.kv = KeyValue(
-            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked, lambda: self.lr_factor,
+            exchange, self.ask, name, self.commits, self.stepped, self.leave_if_asked,
+            lambda: handlers.signals.factor,
             self._tell_of_gradients if self.config.steps_locally else None,
         )  # fmt: skip
         self.own_stream = OwnStream(name, self._me.incarnation if joined.late else 0)  #: with `seed_everything`
@@ -255,7 +254,7 @@ class Job:
         """Call before a step is committed or made locally. Ends the script if a rule has stopped training, or if
         this is a restarted worker that may have made the step before.
         """
-        if self.is_closed:
+        if self._closed.is_set():
             raise left(self.name)
         self.own_stream.begin()
         self._end_if_stopped(committer)
@@ -419,7 +418,8 @@ class Job:
     def leave_if_asked(self) -> None:
         """Between two steps: ends the script if this worker was asked to leave; waits while the worker is held."""
         self.boundary.stepped()
-        self.leave_if_retiring()
+        if self._handlers.is_retiring:
+            self.leave_if_retiring()
         pacing = self._handlers.pacing
         if pacing.is_held:
             with self.boundary.standing():
@@ -436,7 +436,7 @@ class Job:
         Of several committers (optimizers, or sets of names) each may finish the step that the last one made.
         """
         lease_acks, last, self._last_committer = self.exchange.lease_acks, self._last_committer, committer
-        if not self.should_stop or lease_acks.num_loops or lease_acks.is_any_held:
+        if not self.measures.should_stop or lease_acks.num_loops or lease_acks.is_any_held:
             return
         if not self._have_finished:
             self._have_finished |= {committer if last is None else last}

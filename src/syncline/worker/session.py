@@ -120,11 +120,12 @@ class StepPacing:
         """`check` raises the job's outcome for this worker, if there is one."""
         self._check = check
         self._pace = Pace("")
+        self.is_held = False  #: between two steps, until a pace that is not paused
         self._change = threading.Condition()
 
     def hear(self, pace: Pace) -> None:
         with self._change:
-            self._pace = pace
+            self._pace, self.is_held = pace, pace.is_paused
             self._change.notify_all()
 
     def slow_down(self, look: Callable[[], None]) -> None:
@@ -133,15 +134,11 @@ class StepPacing:
         if pace.delay_seconds:
             self._wait(lambda: self._pace is not pace, time.monotonic() + pace.delay_seconds, look)
 
-    @property
-    def is_held(self) -> bool:
-        return self._pace.is_paused
-
     def hold(self, look: Callable[[], None], times: StepClock) -> None:
         """Waits while this worker is held. The time does not count as step time."""
-        if self._pace.is_paused:
+        if self.is_held:
             times.pause()
-            self._wait(lambda: not self._pace.is_paused, math.inf, look)
+            self._wait(lambda: not self.is_held, math.inf, look)
             times.resume()
 
     def _wait(self, is_over: Callable[[], bool], until: float, look: Callable[[], None]) -> None:

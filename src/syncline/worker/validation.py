@@ -236,7 +236,7 @@ class WorkerValidation:
 
     def look_at_a_boundary(self) -> None:
         """Between two steps: takes part in a validation, if one is due."""
-        if self._is_inside or not (self._sets or self.is_called):
+        if self._is_inside or not (self._sets or self._called.turn > self._done):
             return
         job = self._job
         if self.is_called and (not job.in_rounds or job.step >= self._called.step):

@@ -25,16 +25,31 @@ class Watcher(Protocol):
         """The script has received a batch."""
 
 
+class ScriptClock(Protocol):
+    """What the script has committed."""
+
+    @property
+    def clock(self) -> int:
+        """Commits begun so far."""
+
+
+class ScriptReads(Protocol):
+    """What the script has read."""
+
+    @property
+    def num_loops(self) -> int:
+        """Loops over our loaders that the script is in."""
+
+    @property
+    def is_any_held(self) -> bool:
+        """Whether it has read something that is not in a commit."""
+
+
 class Boundary:
     """Passed by the script's thread at every batch; costs one flag check without a watcher."""
 
-    def __init__(
-        self, clock: Callable[[], int], is_in_loop: Callable[[], bool], is_any_held: Callable[[], bool]
-    ) -> None:
-        """`clock`: commits begun so far. `is_in_loop`: whether the script is in a loop over one of our loaders.
-        `is_any_held`: whether the script has read something that is not in a commit.
-        """
-        self.clock, self.is_in_loop, self._is_any_held = clock, is_in_loop, is_any_held
+    def __init__(self, committed: ScriptClock, has_read: ScriptReads) -> None:
+        self._committed, self._has_read = committed, has_read
         self.stride = 0  #: commits between the last two distinct boundaries; 0: unknown
         self._pending: list[Callable[[], bool]] = []
         self._before_place: list[Callable[[], object]] = []
@@ -66,9 +81,19 @@ class Boundary:
         self._on_stop, self.notes_stop = action, True
 
     @property
+    def clock(self) -> int:
+        """Commits begun so far."""
+        return self._committed.clock
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether the script is in a loop over one of our loaders."""
+        return self._has_read.num_loops > 0
+
+    @property
     def is_clean(self) -> bool:
         """Whether everything that the script has read is in commits."""
-        return not (self._is_any_held() or any(is_pending() for is_pending in self._pending))
+        return not (self._has_read.is_any_held or any(is_pending() for is_pending in self._pending))
 
     @property
     def last(self) -> int:
@@ -96,7 +121,7 @@ class Boundary:
 
     def passed(self, position: Position) -> None:
         """The script asks for its next batch or begins its next step; nothing of it is read yet."""
-        clock = self.clock()
+        clock = self._committed.clock
         after, self._position = self._go_to(clock), position
         if self._watchers:
             self._look(position, after, clock, waits=False)
@@ -110,14 +135,14 @@ class Boundary:
 
     def stepped(self) -> None:
         """A step was made or may begin: a boundary in a script without our loaders, once per clock."""
-        if self.clock() != self._last and not self.is_in_loop():
+        if self._committed.clock != self._last and not self._has_read.num_loops:
             self.passed(STEP)
 
     def stops(self, position: Position) -> None:
         """A rule ends training here. A resumed job continues from here, whatever the script does until its end.
         Outside of loops the last call counts: each of several optimizers may finish its step.
         """
-        action, clock = self._on_stop, self.clock()
+        action, clock = self._on_stop, self.clock
         if position != STEP:
             self._on_stop, self.notes_stop = None, False
         elif clock == self._stopped_at:
@@ -148,7 +173,7 @@ class Boundary:
         not repeated.
         """
         self.comes_to_place()
-        turn = self._turns.get((kind, name), 0) + (not self.is_in_loop())
+        turn = self._turns.get((kind, name), 0) + (not self.is_in_loop)
         self._turns[kind, name] = turn
         return kind, name, turn
 
@@ -164,13 +189,13 @@ class Boundary:
 
     def standing(self, position: Position | None = None) -> contextlib.AbstractContextManager[None]:
         """Like `waiting`, but no boundary inside a loop: there the batch is already read."""
-        return contextlib.nullcontext() if self.is_in_loop() else self.waiting(position)
+        return contextlib.nullcontext() if self.is_in_loop else self.waiting(position)
 
     def look_where_it_waits(self) -> None:
         """From any thread: tells watchers if the script waits at a boundary."""
         with self._lock:
             if self._watchers and self._waits_at is not None:
-                clock = self.clock()
+                clock = self.clock
                 self._look(self._waits_at, self._go_to(clock), clock, waits=True)
 
     def _look(self, position: Position, after: int, clock: int, *, waits: bool) -> None:

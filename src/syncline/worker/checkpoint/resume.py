@@ -105,7 +105,7 @@ class ScriptResume:
         which this step has already used.
         """
         saved = None if self.is_over else self.saved()
-        if saved is not None and saved.position[0] == "step" and not self._boundary.is_in_loop():
+        if saved is not None and saved.position[0] == "step" and not self._boundary.is_in_loop:
             assert self._state is not None
             self._state.put_back(saved, random=False)
 

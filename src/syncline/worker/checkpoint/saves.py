@@ -359,7 +359,7 @@ class ScriptCheckpoints:
             self._link.try_call(message)
             return ""
         place: Position | None = None
-        if not self._job.boundary.is_in_loop():
+        if not self._job.boundary.is_in_loop:
             self._num_saves += 1
             place = ("save", "", self._num_saves)
             self._job.boundary.comes_to_place()

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -230,12 +230,16 @@ class LeaseAcks:
 
     def stepped(self) -> None:
         """What was read is in a step."""
+        if not self._read:
+            return
         with self._lock:
             self._stepped += self._read
             self._read = []
 
     def take(self, *, is_void: bool = False) -> list[LeaseAck]:
         """Everything for the commit being made. `is_void`: the commit does not count; the samples are skipped."""
+        if not self.is_any_held:  # only the script's thread, which is here, reads more
+            return []
         with self._lock:
             taken, self._read, self._stepped = self._stepped + self._read, [], []
             if is_void:
@@ -244,8 +248,10 @@ class LeaseAcks:
             self._open.update(taken)
         return taken
 
-    def answered(self, acks: Iterable[LeaseAck], *, is_late: bool) -> None:
+    def answered(self, acks: Sequence[LeaseAck], *, is_late: bool) -> None:
         """The commit with these ranges is answered. `is_late`: it did not count; the ranges are reassigned."""
+        if not acks:
+            return
         known = self._late if is_late else self._committed
         with self._lock:
             for lease, begin, end in acks:

@@ -124,7 +124,7 @@ class CommitSender:
     def send(self, ticket: ServersTicket, before: ServersTicket | None) -> CommitFlow:
         """`before`: the open ticket of the previous clock, which must be committed first."""
         names, known = self._routes.names, dict[int, Encoded | None](ticket.encoded)
-        if not ticket.generation:
+        if not ticket.generation and (self._sent or self._told or self._stale):
             self._go_by(ticket)
         at_once = len(names) == 1 or self._is_ring
         ticket.server_commits = server_commits = [
@@ -161,10 +161,12 @@ class CommitSender:
 
     def has_landed(self, ticket: ServersTicket) -> None:
         """The commit is answered. If it did not count (late, or an overflow elsewhere), restores its residuals."""
+        if self.encoder is None:
+            return
         answers = [
             server_commit.answer for server_commit in ticket.server_commits if server_commit.answer is not None
         ]
-        if self.encoder is not None and any(answer.late or answer.skipped for answer in answers):
+        if any(answer.late or answer.skipped for answer in answers):
             self.encoder.take_back(ticket.encoded)
 
     def _decider(self, server_commits: Sequence[ServerCommit]) -> ServerCommit | None:
@@ -194,11 +196,13 @@ class CommitSender:
             parts = [part for part in parts if (server, part.id) not in self._sent]
         receiver = self._receiver(server, ticket.target, ticket.slot) if ticket.target is not None else None
         number = len(self._routes.layout.segments)
-        if ticket.generation:  # as it was sent before
-            encoded = [ticket.encoded.get(part.id) for part in parts]
+        if not parts:
+            carried = _NO_LOAD
+        elif ticket.generation:  # as it was sent before
+            carried = self._load(parts, [ticket.encoded.get(part.id) for part in parts], ticket.slot)
         else:
             encoded = self._encode(parts, ticket.slot, ticket.push.pushed, known)
-        carried = self._load(parts, encoded, ticket.slot)
+            carried = self._load(parts, encoded, ticket.slot)
         message = _stage_message(ticket, parts, receiver, carried, commit=at_once, num_segments=number)
         self._socket_bytes += sum(map(len, carried.buffers))
         endpoint = self._routes.endpoints[server]
@@ -252,6 +256,9 @@ class _Load(NamedTuple):
     buffers: list[Buffer]
     codec: str
     sizes: list[list[int]]
+
+
+_NO_LOAD = _Load([], "", [])
 
 
 def _stage_message(

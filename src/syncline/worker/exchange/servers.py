@@ -308,18 +308,14 @@ class ServersExchange:
         ticket.landed = True
         self.num_landed = ticket.clock
         self.copies.has_landed(ticket.target)
-        told, hosted = self.copies.told, self.routes.hosted
+        told, hosted, is_late = self.copies.told, self.routes.hosted, False
         for server_commit in ticket.server_commits:
-            assert server_commit.answer is not None
-            parts = server_commit.receiver.versions if server_commit.receiver is not None else None
-            told[server_commit.server] = (hosted[server_commit.server], parts or server_commit.answer)
-        self.num_late += (
-            is_late := any(
-                server_commit.answer.late
-                for server_commit in ticket.server_commits
-                if server_commit.answer is not None
-            )
-        )
+            answer, receiver = server_commit.answer, server_commit.receiver
+            assert answer is not None
+            parts = receiver.versions if receiver is not None else None
+            told[server_commit.server] = (hosted[server_commit.server], parts or answer)
+            is_late |= answer.late
+        self.num_late += is_late
         self.sender.has_landed(ticket)
         self.lease_acks.answered(ticket.acks, is_late=is_late)
         self._open.remove(ticket)
