@@ -8,6 +8,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.coordinator.checkpoint_writer import CheckpointWriter
+from syncline.coordinator.cuts import CutService
 from syncline.coordinator.ending import JobEnding, JobWatch
 from syncline.coordinator.job import JobContext, JobJournal, ServerCalls
 from syncline.coordinator.leases import LeaseService
@@ -49,6 +50,7 @@ from syncline.core.wire.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.wire.following import AskCut
 from syncline.core.wire.leases import AskLease, EndShard, LeaveEpoch, OpenEpoch
 from syncline.core.wire.message import Message
 from syncline.core.wire.pace import Pace
@@ -98,6 +100,7 @@ class Coordinator:
         self.registration = RegistrationService(context, self.resume)
         writer = CheckpointWriter(context, self.stop_rules, self.best_checkpoint, self.resume)
         self.saves = SaveService(context, calls, self.leases, self.registration, writer)
+        self.cuts = CutService(context, calls, self.registration)
         self.validation = ValidationService(
             context, self.metrics, self.best_checkpoint, self.saves.save_for_validation
         )
@@ -105,7 +108,15 @@ class Coordinator:
         self.roster = RosterService(context)
         lost_slices = LostSlices(context, calls, self.leases)
         self.reconfigurer = Reconfigurer(
-            context, calls, self.registration, self.leases, self.saves, lost_slices, self.barriers, self.roster
+            context,
+            calls,
+            self.registration,
+            self.leases,
+            self.saves,
+            self.cuts,
+            lost_slices,
+            self.barriers,
+            self.roster,
         )
         self.pace = PaceService(context)
         self.scaling = ScaleService(context)
@@ -195,6 +206,7 @@ class Coordinator:
             AskResume: self.resume.ask_resume,
             NoteScript: self.resume.note_script,
             GiveSpans: self.tracing.take,
+            AskCut: self.cuts.ask,
         }
 
     # -- what the endpoint calls --------------------------------------------------------------------------
@@ -210,6 +222,7 @@ class Coordinator:
         handler(request, request.message)
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
+        self.cuts.lost(endpoint)
         self.members.connection_lost(endpoint, reason)
 
     def _script_has_ended(self, request: Request, message: Finish) -> None:

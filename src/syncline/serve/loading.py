@@ -12,9 +12,10 @@ import numpy as np
 from syncline.core.conditions import AllOf, Compare, Condition, Either, parse_condition
 from syncline.errors import ConfigError, StoreError
 from syncline.serve.datatypes import DATATYPES, Array, RequestError, TensorSpec, datatype_of
+from syncline.serve.following import JobSource
 from syncline.serve.model import LoadedModel, ModelFile, check_outputs
 from syncline.serve.reading import Candidate, VersionSource, as_made
-from syncline.serve.versions import Versions
+from syncline.serve.versions import VersionFacts, Versions
 
 log = logging.getLogger("syncline.serve")
 
@@ -39,6 +40,7 @@ class VersionLoading:
         """`source`: None serves the model as it is made. `bring` raises StoreError for one that must not answer."""
         self._source, self._versions, self._bring = source, versions, bring
         self._refused = dict.fromkeys(refused)
+        self._num_loaded = 0
         self._lock = threading.Lock()
 
     def first(self, where: str) -> None:
@@ -50,6 +52,12 @@ class VersionLoading:
             reasons = self._look()
         if self._versions.current is None:
             raise StoreError("; ".join(reasons[:3]) or "there is no version to serve")
+
+    def say_loaded(self, version: VersionFacts, role: str) -> None:
+        """Logs it; of a job that is followed, which gives a version every few seconds, the first one only."""
+        level = logging.DEBUG if self._num_loaded and isinstance(self._source, JobSource) else logging.INFO
+        log.log(level, "version %s (step %d, %s) is loaded: %s", version.name, version.step, version.where, role)
+        self._num_loaded += 1
 
     def look(self) -> list[str]:
         """Looks for a new version; returns why others were refused."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from syncline import faults
 from syncline.core.checkpoint.snapshot import SnapshotBarrier, barrier_of, behind_to_tell, clocks_to_tell
@@ -44,6 +45,7 @@ class SnapshotBarrierService:
             None  # the barrier whose clocks were reported; nothing changes while it stays closed
         )
         self.is_closed = False
+        self._over = 0  # the number that was given up or ended last
 
     def end(self) -> None:
         """The server is closing: waiting callers get an error."""
@@ -70,8 +72,8 @@ class SnapshotBarrierService:
         with self._state_lock:
             self._wait_until_applied(barrier, until)
             errors: list[RuleError | None] = []
-            works = self._flow.flush(errors.append) if self._is_current(barrier) else []
-        self._flow.run(works)  # what slices hold is part of the snapshot
+            works = self._flow.flush(errors.append) if self._is_current(barrier) and message.is_save else []
+        self._flow.run(works)  # what slices hold is part of a save
         with self._state_lock:
             self._wait_until_applied(barrier, until)
             if any(errors):
@@ -101,6 +103,8 @@ class SnapshotBarrierService:
     def _check_newer(self, barrier: SnapshotBarrier) -> None:
         if self.is_closed:
             raise ProtocolError(f"{self._name} is closing")
+        if barrier.number == self._over:  # a thread closes it: the word that it is over may have come first
+            raise ProtocolError(f"{self._name}: save {barrier.number} is over")
         if self._admission_queue.is_held:
             raise ProtocolError(
                 f"{self._name}: no snapshot for save {barrier.number}: a generation is being prepared"
@@ -156,11 +160,22 @@ class SnapshotBarrierService:
     # -- opening ------------------------------------------------------------------------------------------
 
     def open(self, number: int) -> None:
-        """The snapshot attempt was given up: opens the barrier and releases held requests."""
+        """The snapshot attempt is over: opens the barrier and releases held requests."""
         with self._state_lock:
+            self._over = number
             barrier = self._admission_queue.barrier
             if barrier is not None and barrier.number <= number:
                 self._admission_queue.open()
+
+    @contextlib.contextmanager
+    def while_closed(self, number: int) -> Iterator[None]:
+        """No update is in flight and no commit is admitted inside. ProtocolError: the barrier has opened."""
+        with self._state_lock:
+            barrier = self._admission_queue.barrier
+            if barrier is None or barrier is not self._told or barrier.number != number:
+                raise ProtocolError(f"{self._name}: the snapshot barrier of cut {number} is no longer closed")
+            assert self._flow.is_idle
+            yield
 
     def mark(self, request: Request, message: Mark) -> None:
         in_thread("mark", request, lambda: self._mark_all(request, message))

@@ -108,10 +108,16 @@ class SnapshotAttempt:
     """One attempt to bring all servers to the same commits."""
 
     def __init__(
-        self, number: int, servers: Iterable[str], until: float, noted: Mapping[Identity, Noted] | None = None
+        self,
+        number: int,
+        servers: Iterable[str],
+        until: float,
+        noted: Mapping[Identity, Noted] | None = None,
+        *,
+        is_save: bool = True,
     ) -> None:
-        """`noted`: the workers' boundaries, as they reported."""
-        self._noted = noted or {}
+        """`noted`: the workers' boundaries, as they reported. `is_save`: not a follower's cut."""
+        self._noted, self._is_save = noted or {}, is_save
         # Unknown for a worker in its first batch: all run the same script.
         self._usual = max([1, *(known.num_commits for known in self._noted.values())])
         self.number, self.servers, self.until = number, sorted(servers), until
@@ -128,7 +134,7 @@ class SnapshotAttempt:
             # A commit that is not for a server must not be waited for there.
             if life[0] in behind or not any(self._is_elsewhere(life, answer) for answer in self._answers.values())
         ]
-        return CloseSnapshotBarrier(self.number, self.turn, through)
+        return CloseSnapshotBarrier(self.number, self.turn, through, self._is_save)
 
     def decide(self, answers: Mapping[str, SnapshotBarrierClosed], now: float) -> Literal["level", "further", "late"]:
         """Evaluates the answers of all servers: all are level; or another turn is needed; or commits were held too

@@ -76,12 +76,13 @@ class CloseSnapshotBarrier(Message, frozen=True):
 
     Answered with `SnapshotBarrierClosed` when everything started here is applied and all of `through` is in. The
     barrier opens by itself after a deadline. A higher number, or a higher `turn` of the same number, replaces the
-    earlier request.
+    earlier request. `is_save`: gathered pushes are applied first, since a checkpoint holds none; a cut leaves them.
     """
 
     number: int
     turn: int = 0
     through: list[Clock] = []
+    is_save: bool = True
 
 
 class SnapshotBarrierClosed(Message, frozen=True):
