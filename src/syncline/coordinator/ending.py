@@ -230,7 +230,7 @@ class JobWatch:
     def _fail_if_empty(self, now: float) -> None:
         """All workers are gone, and the launcher has not announced that one comes back."""
         membership, start_seconds = self._job.membership, self._job.config.start_seconds
-        if membership.workers() or "worker" in membership.awaited.values():
+        if membership.has("worker") or "worker" in membership.awaited.values():
             self._empty_since = None
             return
         self._empty_since = self._empty_since or now

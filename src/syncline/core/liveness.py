@@ -40,6 +40,12 @@ class _Watched:
     samples: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_NUM_SAMPLES)
     )
+    longest_sample: float = 0.0  # of these
+
+    def sample(self) -> None:
+        """The longest silence of this stretch is a sample."""
+        self.samples.append(self.longest)
+        self.longest, self.longest_sample = 0.0, max(self.samples)
 
     def shift(self, seconds: float, now: float) -> None:
         """Removes time that does not count; nothing moves into the future."""
@@ -86,7 +92,8 @@ class Liveness:
         member = _Watched(since=now, phase=now)
         if full:
             if before is not None:
-                member.samples, member.heard = before.samples, before.heard
+                member.samples, member.longest_sample = before.samples, before.longest_sample
+                member.heard = before.heard
             member.not_before = now + self._allowed(member)
         self.members[name] = member
 
@@ -106,8 +113,8 @@ class Liveness:
         member.heard = max(member.heard, now) if member.heard is not None else now
         member.suspected, member.not_before = None, -math.inf
         if now - member.phase >= self._least / _STRETCHES:
-            member.samples.append(member.longest)
-            member.phase, member.longest = now, 0.0
+            member.sample()
+            member.phase = now
 
     def suspect(self, name: str, now: float, reason: str) -> None:
         """Its connection closed: it has `suspect_seconds` to return. Further closed connections do not extend
@@ -164,8 +171,7 @@ class Liveness:
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
         # A relevant silence is longer than a sampling phase, so it is among the samples at once.
-        longest = max(member.samples, default=0.0)
-        return min(max(_TIMES_LONGEST * longest, self._least), self._most)
+        return min(max(_TIMES_LONGEST * member.longest_sample, self._least), self._most)
 
     def _reason(self, member: _Watched, now: float) -> str:
         if member.gone is not None:
