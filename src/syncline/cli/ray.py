@@ -69,7 +69,9 @@ def run_job_on_ray(
                 ray_cluster.check_has({"worker": workers, "server": servers})
             stack.callback(ray_cluster.release, rooms)
             rooms.extend(ray_cluster.reserve("server", servers, "SPREAD") if servers else [])
-            rooms.extend(ray_cluster.reserve("worker", workers, "PACK"))
+            least = int(said.get("least_workers") or 0) or len(workers)  # in one group; the others may go singly
+            for group in (workers[:least], *([worker] for worker in workers[least:])):
+                rooms.extend(ray_cluster.reserve("worker", group, "PACK"))
             seconds = queue_seconds or float(said.get("start_seconds", JobConfig().start_seconds))
             ray_cluster.wait_for_room(rooms, seconds, lambda text: print(f"syncline: {text}", flush=True))
             return {**launch, **_settings(said, rooms)}
@@ -90,7 +92,10 @@ def run_job_on_ray(
         sock = stack.enter_context(tcp.bind(host, 0))
         file = jobfile.new(host, sock.getsockname()[1], {"start_seconds": config.start_seconds})
         hub, code = Hub(file, sock, say), 1
-        engine = RayAgents(hub, file, _named(rooms), mark=mark, seconds=config.start_seconds, say=say)
+        engine = RayAgents(
+            hub, file, _named(rooms), mark=mark, seconds=config.start_seconds, say=say,
+            most_workers=0 if config.auto_workers else config.most_workers,
+        )  # fmt: skip
         try:
             code = run_job(given, config, target, screen, make_engine=lambda *_: engine)
         finally:

@@ -363,6 +363,15 @@ class Hub:
         if awaited is not None:
             awaited[0].end(1, why)
 
+    def dismiss(self, number: int) -> None:
+        """Ends this agent, which runs nothing any more: that is no loss."""
+        with self._lock:
+            agent = self._agents.pop(number, None)
+            if agent is not None:
+                del self._by_endpoint[agent.endpoint]
+        if agent is not None:
+            agent.endpoint.mention(wire.EndAgent(0))
+
     def is_there(self, number: int) -> bool:
         """Whether the agent of this number is."""
         with self._lock:
