@@ -8,6 +8,8 @@ import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from benchmarks.row import NotMeasured
+
 _PROC = pathlib.Path("/proc")
 
 
@@ -32,6 +34,11 @@ def seconds_of(pids: Iterable[int]) -> float:
         with contextlib.suppress(OSError):  # it has just ended
             total += time.clock_gettime(_clock_of(pid))
     return total
+
+
+def check_is_measured() -> None:
+    if not is_measured():
+        raise NotMeasured("needs a system that tells the processor time of other processes")
 
 
 def is_measured() -> bool:

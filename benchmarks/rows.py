@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from benchmarks.adapters import beside_torch
 from benchmarks.collecting import all_reduce, all_reduce_mpi, all_reduce_net, all_reduce_small
 from benchmarks.footprint import server_memory, worker_memory
+from benchmarks.hundreds import coordinator_memory_of_many, coordinator_processor
 from benchmarks.leases import coordinator_memory, epoch_start, lease_share
 from benchmarks.moving import adam, beside, crowd, finite_check, push_pull, replicas, sync, sync_scaling, tls
 from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
+from benchmarks.showing import showing
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from benchmarks.starting import start, start_beside_plain
 from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
@@ -34,6 +36,7 @@ def all_rows() -> list[Row]:
         *_data_rows(),
         *_save_rows(),
         *_memory_rows(),
+        *_shown_rows(),
         *_start_rows(),
         *_gpu_rows(),
     ]
@@ -156,6 +159,14 @@ def _memory_rows() -> list[Row]:
         server_memory("server-memory", LARGE, transport="shm", num_staged=0, reach=_at_most(1.3)),
         server_memory("server-memory-tcp", LARGE, transport="tcp", num_staged=1, reach=_at_most(1.3)),
         worker_memory("worker-memory", (784, 2688, 2688, 2688, 10), reach=_at_most(2.2)),
+    ]
+
+
+def _shown_rows() -> list[Row]:
+    return [
+        coordinator_processor("hundreds", 192, 8, 0.2, reach=_at_most(1)),
+        coordinator_memory_of_many("hundreds-memory", 192, 8, 200e6, reach=_at_most(1)),
+        showing("showing", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.02)),
     ]
 
 

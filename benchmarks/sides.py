@@ -112,8 +112,13 @@ class JobSide:
         if isinstance(self._ended, SynclineError):
             raise self._ended
         if self._ended is not None:
-            last = "".join(f"\n  {line}" for line in self._screen.lines)
+            last = "".join(f"\n  {line}" for line in self.lines)
             raise JobFailed(f"{self._screen.reason or 'the job has ended too early'}{last}")
+
+    @property
+    def lines(self) -> list[str]:
+        """What the job has printed lately."""
+        return list(self._screen.lines)
 
     def stop(self) -> None:
         if self._thread is not None:

@@ -6,6 +6,7 @@ It uses the public API only, since `benchmarks.check` runs it with other version
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -44,6 +45,18 @@ def train(task: Task) -> Operation:
     made = make(own, seed=job.rank)
     optimizer = DistributedOptimizer(made.optimizer, model=made.model, overlap=task.overlap)
     return training_step(dataclasses.replace(made, optimizer=optimizer))
+
+
+def train_told(task: Task) -> Operation:
+    """The same, and each step is reported."""
+    step, job = train(task), syncline.current_job()
+    losses = (2.0 / (1.0 + 0.001 * k) for k in itertools.count())
+
+    def train_and_tell() -> None:
+        step()
+        job.report(loss=next(losses))
+
+    return train_and_tell
 
 
 def train_keeping(task: Task) -> Operation:
@@ -133,6 +146,7 @@ OPERATIONS = {
     "push_pull": push_pull,
     "all_reduce": all_reduce,
     "train": train,
+    "train_told": train_told,
     "train_keeping": train_keeping,
     "leased_steps": leased_steps,
     "unleased_steps": unleased_steps,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 
 from syncline.stats import MemberStats, ProcessStats, ServerStats, WireStats
 
-#: How often a member sends its numbers with a heartbeat.
-EVERY_SECONDS = 1.0
+#: How often a member sends its numbers with a heartbeat, about: a heartbeat that comes a little early counts.
+EVERY_SECONDS, EARLY_SECONDS = 1.0, 0.1
 #: Peers named in a member's numbers: those with the most bytes.
 MOST_PEERS = 32
 
@@ -57,7 +57,7 @@ class TellsStats:
         """The numbers, if it is time for them."""
         with self._lock:
             now = time.monotonic()
-            if now - self._told_at < EVERY_SECONDS:
+            if now - self._told_at < EVERY_SECONDS - EARLY_SECONDS:
                 return None
             self._told_at = now
         told = server() if server is not None else None

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import adapters, collecting, footprint, leases, moving, mpi, namespaces, reading, spanning, training
+from benchmarks import (
+    adapters,
+    collecting,
+    footprint,
+    leases,
+    moving,
+    mpi,
+    namespaces,
+    reading,
+    showing,
+    spanning,
+    training,
+)
 from benchmarks.match import play
 from benchmarks.row import Effort, NotMeasured, Samples
 from benchmarks.rows import all_rows
@@ -46,7 +58,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (adapters, moving, collecting, spanning, training, footprint, leases, reading):
+    for module in (adapters, moving, collecting, spanning, training, footprint, leases, reading, showing):
         monkeypatch.setattr(module, "play", note)
     for module in (moving, collecting, spanning):
         monkeypatch.setattr(module, "wire", NoWire)
@@ -59,7 +71,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
     monkeypatch.setattr(adapters, "python_of", lambda environment: pathlib.Path(sys.executable))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(configuration, "num_gpus", lambda: 2)
-    rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-"))]
+    rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-", "hundreds"))]
     for row in rows:
         row.measure(fast)
     return dict(zip([row.name for row in rows], found, strict=True))
@@ -92,6 +104,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-sync": (2, 2),
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
+        "showing": (2, 2),
         **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax-optax", "jax-rule"], (2, 2)),
         "mlp-ring": (2, 2),
         "mlp-12": (12, 12),
@@ -119,6 +132,11 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
     assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
     assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
+    shown, plain, _ = played["showing"]
+    assert (shown.settings, plain.settings) == (
+        {"workers": 2, "servers": 1, "transport": "shm"},
+        {"workers": 2, "servers": 1, "transport": "shm", "page": "off", "sink": ["off"]},
+    )
     assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0].settings["exchange"] == "ring"
     nccl = played["nccl-1"][0].settings
     assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
@@ -158,7 +176,7 @@ def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides])
 
 def test_turns_on_a_gpu_and_of_differences_are_longer(played: dict[str, Sides], fast: Effort):
     longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax"))}
+    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax", "showing"))}
 
 
 def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.core.liveness import Liveness
+from syncline.config import JobConfig
+from syncline.core.liveness import Liveness, beat_seconds
 
 LEAST, MOST, SUSPECT, ASLEEP, TICK = 2.0, 10.0, 0.4, 0.2, 0.1
 
@@ -356,3 +357,40 @@ def test_after_a_long_sleep_of_ours_members_have_a_deadline_to_find_us_again() -
         assert liveness.dead(35.0 + k / 20) == []
     found = liveness.dead(37.0)
     assert [name for name, _ in found] == ["server-0"]
+
+
+class Counting(Liveness):
+    """Counts how often the deadline of a member is computed."""
+
+    num_computed = 0
+
+    def deadline(self, name: str) -> float:
+        self.num_computed += 1
+        return super().deadline(name)
+
+
+def test_two_hundred_members_that_beat_are_not_looked_at_in_every_question() -> None:
+    """Twenty questions a second, of each of them, were a twentieth of a core."""
+    watch = Counting(least_seconds=LEAST, most_seconds=MOST, suspect_seconds=SUSPECT, asleep_seconds=ASLEEP)
+    names = [f"worker-{k}" for k in range(200)]
+    for name in names:
+        watch.watch(name, 0.0)
+    for tick in range(200):  # ten seconds
+        for name in names if tick % 5 == 0 else ():
+            watch.heard(name, 0.05 * tick)
+        assert watch.dead(0.05 * tick) == []
+    assert watch.num_computed < 200 * 200 / 10
+    for tick in range(200, 300):
+        for name in names[1:] if tick % 5 == 0 else ():
+            watch.heard(name, 0.05 * tick)
+        found = [name for name, _ in watch.dead(0.05 * tick)]
+        assert found == (["worker-0"] if tick >= 195 + 40 else []), "silent since 195, for two seconds"
+
+
+def test_members_of_a_large_job_beat_less_often() -> None:
+    """Four times within the deadline at least, and never more often than they were told."""
+    usual = JobConfig()
+    assert [beat_seconds(usual, n) for n in (1, 8, 100, 160, 200, 10_000)] == [0.25, 0.25, 0.25, 0.4, 0.5, 0.5]
+    slow = JobConfig(beat_seconds=1.0)
+    assert beat_seconds(slow, 1) == beat_seconds(slow, 10_000) == 1.0
+    assert beat_seconds(JobConfig(deadline_seconds=60.0), 1_000) == 2.5

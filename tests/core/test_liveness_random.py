@@ -40,6 +40,7 @@ def test_only_silence_while_we_looked_is_deadly(steps: list[tuple[float, str]]) 
         silent, apart = silent + counted, apart + counted
         if event == "dead":
             found = dict(watch.dead(now))
+            assert found.keys() == {name for name in watch.members if now >= watch.deadline(name)}
             if "worker-0" in found:
                 limit = SUSPECT if found["worker-0"].startswith("its connection closed") else LEAST
                 assert (apart if limit == SUSPECT else silent) >= limit - 1e-6

@@ -84,6 +84,25 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     assert not merging.is_new("worker-0", 1, 3), "and the one before is over"
 
 
+def test_hundreds_of_workers_are_not_compared_with_each_other() -> None:
+    """Each report asks of a few others only whether they are missing: those who came last before."""
+    merging, asked = Merging(MetricState()), 0
+
+    class Counting(set[str]):
+        def __contains__(self, name: object) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().__contains__(name)
+
+    names = [f"worker-{k}" for k in range(200)]
+    everybody = Counting(names)
+    for turn in range(3):
+        asked = 0
+        found = [merging.take(name, one(1.0), turn, everybody) for name in names]
+        assert [bool(each) for each in found] == [False] * 199 + [True]
+    assert asked < 4 * 200
+
+
 def test_there_is_a_most() -> None:
     merging = Merging(MetricState())
     for number in range(MOST_METRICS + 5):

@@ -76,6 +76,24 @@ def test_rates_are_of_the_time_since_the_last_look() -> None:
     assert (own.sent_per_second, own.peers) == (450.0, {"server-0": 350.0, "server-1": 100.0})
 
 
+def test_what_is_told_more_rarely_than_it_is_looked_at_has_smooth_rates() -> None:
+    """Every third look sees the totals of the second again: no member is idle in it, nor twice as busy afterwards."""
+
+    def of(second: int) -> MemberTotals:
+        stats = MemberStats(
+            process=ProcessStats(cpu_seconds=1.5 * second),
+            wire=WireStats(bytes_sent=100 * second, bytes_received=10 * second),
+            peers={"server-0": (100 * second, 0)},
+        )
+        return member("worker-0", stats=stats)
+
+    observer = Observer()
+    looks = [observer.look(totals(float(at), of(at - at % 3 // 2))).members[0] for at in range(1, 12)]
+    assert {(own.cores, own.sent_per_second, own.peers["server-0"]) for own in looks[2:]} == {(1.5, 100.0, 100.0)}
+    gone = observer.look(totals(20.0))
+    assert gone.members == () and observer.look(totals(21.0, of(400))).members[0].cores == 0.0, "seen first again"
+
+
 def test_another_life_begins_at_zero_and_what_is_seen_first_is_no_rate() -> None:
     """A coordinator that comes back sees totals of hours; a worker that comes back has less than before."""
     observer = Observer()

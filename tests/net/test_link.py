@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tests.patience import PATIENCE
 
 from syncline.core.wire.control import AskWhy, Heartbeat, Join, Over, Rejoin
 from syncline.core.wire.message import Done
 from syncline.net import memory
-from syncline.net.link import Link
+from syncline.net.link import Link, seconds_to_beat
 from syncline.net.rpc import Call, Endpoint, Request, Stamp
 from syncline.net.transport import Connection, Peer
 
@@ -186,3 +187,12 @@ def test_who_has_no_news_by_a_bug_beats_all_the_same() -> None:
     assert enough.wait(PATIENCE)
     link.close()
     assert said == ["a sign of life without news: KeyError: 'x'"]
+
+
+def test_members_of_a_host_beat_at_the_same_moments() -> None:
+    """Whenever they began, and however long an answer took: each is at a whole multiple of the interval."""
+    for every in (0.25, 0.5, 2.5):
+        for now in (0.0, 1e6 + 0.1, 123.456):
+            wait = seconds_to_beat(now, every)
+            assert 0 < wait <= every
+            assert (now + wait) / every == pytest.approx(round((now + wait) / every))

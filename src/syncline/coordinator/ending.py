@@ -204,10 +204,10 @@ class JobWatch:
 
     def _evict_unreachable(self) -> None:
         """Evicts a server that sends heartbeats but cannot be reached by another server."""
-        limit = self._job.config.longest_deadline_seconds
-        for name in self._job.membership.servers():
-            heartbeat = self._job.heartbeats.get(name)
-            for wait in heartbeat[0].waits if heartbeat is not None else ():
+        limit, members = self._job.config.longest_deadline_seconds, self._job.membership.state.members
+        waiting = [(name, known.waits) for name, (known, _) in self._job.heartbeats.items() if known.waits]
+        for name, waits in waiting:
+            for wait in waits if name in members and members[name].role == "server" else ():
                 if wait.what == "server" and wait.seconds >= limit:
                     for other in wait.for_whom:
                         self._members.evict(other, f"could not be reached by {name} for {wait.seconds:.0f} s")
@@ -215,12 +215,8 @@ class JobWatch:
     def _fail_if_all_quarantined(self) -> None:
         """Without a worker whose pushes count, the job would train nothing."""
         entered = self._job.membership.state.entered
-        heartbeats = [self._job.heartbeats[name][0] for name in entered if name in self._job.heartbeats]
-        if (
-            heartbeats
-            and len(heartbeats) == len(entered)
-            and all(heartbeat.is_quarantined for heartbeat in heartbeats)
-        ):
+        heartbeats = self._job.heartbeats
+        if entered and all(name in heartbeats and heartbeats[name][0].is_quarantined for name in entered):
             first = min(entered)
             reason = (
                 "all workers are quarantined: their pushes are not finite; look at the data and the learning rate"
@@ -230,7 +226,7 @@ class JobWatch:
     def _fail_if_empty(self, now: float) -> None:
         """All workers are gone, and the launcher has not announced that one comes back."""
         membership, start_seconds = self._job.membership, self._job.config.start_seconds
-        if membership.workers() or "worker" in membership.awaited.values():
+        if membership.has("worker") or "worker" in membership.awaited.values():
             self._empty_since = None
             return
         self._empty_since = self._empty_since or now

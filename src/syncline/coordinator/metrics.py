@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from syncline.coordinator.job import JobContext
 from syncline.coordinator.leases import LeaseService
 from syncline.core.media import GiveMedia, check_item
 from syncline.core.members import Member
+from syncline.core.membership import JobState
 from syncline.core.metrics import MOST_METRICS, Merging, Metrics, Reading, Steer, told
 from syncline.core.stopping import Rules, Steering, Stopping, is_reported_late, rules_of
 from syncline.core.wire.message import Done
@@ -163,6 +164,24 @@ class StopRules:
         return found
 
 
+class Participants(Set[str]):
+    """The workers in the rounds, as they are at any time. Every report makes one, so it copies nothing."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: JobState) -> None:
+        self._state = state
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._state.entered and name in self._state.members
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._state.entered if name in self._state.members)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class MetricService:
     """The readings of a job, under the job's lock."""
 
@@ -170,6 +189,7 @@ class MetricService:
         self._job, self._stop_rules = job, stop_rules
         self._merging = Merging(job.membership.state.metrics)
         self._steps: dict[str, int] = {}  # of each worker, by its reports
+        self._furthest = 0  # of these
         self._has_told_of_left_out = False
 
     @property
@@ -193,7 +213,7 @@ class MetricService:
                     told = {n: v for n, v in message.values.items() if n not in validated}
                     found = self._merging.take(name, told, message.step, self._participants(), message.errors)
                 self._tell_of_left_out()
-                self._steps[name] = message.step
+                self._note_step(name, message.step)
                 for fresh in found or [{}]:
                     self._stop_rules.add_readings(fresh, message.step)
                 self._stop_rules.reach_step(self._step())
@@ -229,6 +249,7 @@ class MetricService:
         with self._job.lock:
             participants = self._participants()
             self._steps = {name: step for name, step in self._steps.items() if name in participants}
+            self._furthest = max(self._steps.values(), default=0)
             fresh = self._merging.gone(participants)
             if fresh:
                 self._stop_rules.add_readings(fresh, max(reading.step for reading in fresh.values()))
@@ -238,12 +259,18 @@ class MetricService:
         """The step of the job by the workers' reports: the slowest worker's, if workers take local steps."""
         if self._job.config.steps_locally:
             return min((self._steps.get(name, 0) for name in self._participants()), default=0)
-        return max(self._steps.values(), default=0)
+        return self._furthest
 
-    def _participants(self) -> frozenset[str]:
-        """A set: each report of each worker is compared with all of them."""
-        state = self._job.membership.state
-        return frozenset(name for name in state.entered if name in state.members)
+    def _note_step(self, name: str, step: int) -> None:
+        """The furthest is looked for among all workers only where it may have gone back."""
+        before, self._steps[name] = self._steps.get(name, 0), step
+        if step >= self._furthest:
+            self._furthest = step
+        elif before == self._furthest:
+            self._furthest = max(self._steps.values())
+
+    def _participants(self) -> Participants:
+        return Participants(self._job.membership.state)
 
 
 def _finite(readings: Mapping[str, Reading]) -> dict[str, float]:

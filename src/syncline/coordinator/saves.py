@@ -349,6 +349,8 @@ class SaveService:
 
     def waits(self, now: float) -> list[Wait]:
         """Under the lock: workers whose scripts have ended wait for the others, before the last save."""
+        if not self._finishing:
+            return []
         others = [name for name in self._job.membership.workers() if name not in self._finishing]
         if not others:
             return []

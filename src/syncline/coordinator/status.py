@@ -211,6 +211,7 @@ class StatusService:
         told = {
             name: [Wait(w.who, w.step, w.for_whom, w.seconds + (now - at), w.what) for w in heartbeat.waits]
             for name, (heartbeat, at) in self._job.heartbeats.items()
+            if heartbeat.waits
         }
         found = causes(told)
         for source in self._wait_sources:

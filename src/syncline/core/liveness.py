@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from syncline.config import JobConfig
 from syncline.core.members import by_name
 from syncline.stats import Wait
 
@@ -40,6 +41,12 @@ class _Watched:
     samples: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_NUM_SAMPLES)
     )
+    longest_sample: float = 0.0  # of these
+
+    def sample(self) -> None:
+        """The longest silence of this stretch is a sample."""
+        self.samples.append(self.longest)
+        self.longest, self.longest_sample = 0.0, max(self.samples)
 
     def shift(self, seconds: float, now: float) -> None:
         """Removes time that does not count; nothing moves into the future."""
@@ -74,6 +81,7 @@ class Liveness:
         self._woken = False  # since the last call
         self._late = False  # between the last two calls
         self._patient_until = -math.inf  # after a long sleep: time for members that gave up on us to reconnect
+        self._safe_until = -math.inf  # before this no member can be dead: `dead` is asked often, of hundreds of them
 
     def watch(self, name: str, now: float, *, full: bool = False) -> None:
         """Watches this member from now on; a watched name starts over.
@@ -82,11 +90,13 @@ class Liveness:
         heard from, a closed connection does not shorten its full deadline.
         """
         self._wake(now)
+        self._safe_until = -math.inf
         before = self.members.get(name)
         member = _Watched(since=now, phase=now)
         if full:
             if before is not None:
-                member.samples, member.heard = before.samples, before.heard
+                member.samples, member.longest_sample = before.samples, before.longest_sample
+                member.heard = before.heard
             member.not_before = now + self._allowed(member)
         self.members[name] = member
 
@@ -106,8 +116,8 @@ class Liveness:
         member.heard = max(member.heard, now) if member.heard is not None else now
         member.suspected, member.not_before = None, -math.inf
         if now - member.phase >= self._least / _STRETCHES:
-            member.samples.append(member.longest)
-            member.phase, member.longest = now, 0.0
+            member.sample()
+            member.phase = now
 
     def suspect(self, name: str, now: float, reason: str) -> None:
         """Its connection closed: it has `suspect_seconds` to return. Further closed connections do not extend
@@ -117,6 +127,7 @@ class Liveness:
         member = self.members.get(name)
         if member is not None and member.suspected is None and member.gone is None:
             member.suspected, member.reason = now, reason
+            self._safe_until = -math.inf
 
     def gone(self, name: str, now: float, reason: str) -> None:
         """Its process is known to have ended: dead at once, for good.
@@ -127,6 +138,7 @@ class Liveness:
         member = self.members.get(name)
         if member is not None and member.gone is None:
             member.gone, member.reason = now, reason
+            self._safe_until = -math.inf
 
     def last_heard(self, name: str) -> float | None:
         """The time of the last sign of life; None if there was none."""
@@ -148,11 +160,18 @@ class Liveness:
         self._late, self._woken = self._woken, False
         assert self._checked is not None
         self._checked = max(self._checked, now)
-        return [
+        if now < self._safe_until:
+            return []
+        found = [
             (name, self._reason(member, now))
             for name, member in self.members.items()
             if member.gone is not None or now >= self.deadline(name)
         ]
+        if not found and not any(member.suspected is not None for member in self.members.values()):
+            # A silence only begins later from now on, and the least deadline is the least that any may have.
+            began = min((member.since for member in self.members.values()), default=now)
+            self._safe_until = began + self._least
+        return found
 
     def next_deadline(self) -> float | None:
         """When to call `dead` again at the latest. None if no member is watched."""
@@ -164,8 +183,7 @@ class Liveness:
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
         # A relevant silence is longer than a sampling phase, so it is among the samples at once.
-        longest = max(member.samples, default=0.0)
-        return min(max(_TIMES_LONGEST * longest, self._least), self._most)
+        return min(max(_TIMES_LONGEST * member.longest_sample, self._least), self._most)
 
     def _reason(self, member: _Watched, now: float) -> str:
         if member.gone is not None:
@@ -189,9 +207,22 @@ class Liveness:
             self._patient_until = now + self._least
         # Repeated lateness is overload, not sleep. Part of it counts; otherwise no member would ever be found dead.
         counted = self._asleep if self._late and jump > 0 else 0.0
+        self._safe_until = -math.inf
         for member in self.members.values():
             member.shift(jump - counted, now)
         self._checked, self._woken = now, True
+
+
+#: Of hundreds of members a coordinator hears so many signs of life in a second, if deadlines allow it.
+MOST_BEATS_PER_SECOND = 400.0
+#: Signs of life within the shortest deadline, at least.
+LEAST_BEATS = 4
+
+
+def beat_seconds(config: JobConfig, num_members: int) -> float:
+    """Between two signs of life of a member: longer in a large job, where each one costs the coordinator."""
+    longest = max(config.beat_seconds, config.deadline_seconds / LEAST_BEATS)
+    return min(longest, max(config.beat_seconds, num_members / MOST_BEATS_PER_SECOND))
 
 
 #: A wait of the processes of one worker for each other.

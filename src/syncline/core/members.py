@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import msgspec
@@ -56,6 +57,7 @@ class Standing(msgspec.Struct, array_like=True):
         return (self.phase, self.clock - self.phase_began)
 
 
+@functools.lru_cache(maxsize=4096)
 def by_name(name: str) -> tuple[str, int, str]:
     """Sort key that puts worker-10 after worker-2."""
     stem, dash, number = name.rpartition("-")

@@ -102,8 +102,12 @@ class Membership:
 
     def named(self, role: str) -> list[str]:
         """The live members of a role, by seniority."""
-        found = [member for member in self.state.members.values() if member.role == role]
-        return [member.name for member in sorted(found, key=lambda m: (m.since, by_name(m.name)))]
+        found = [(m.since, by_name(m.name), m.name) for m in self.state.members.values() if m.role == role]
+        return [name for _, _, name in sorted(found)]
+
+    def has(self, role: str) -> bool:
+        """Whether any member of this role is there."""
+        return any(member.role == role for member in self.state.members.values())
 
     def workers(self) -> list[str]:
         """The live workers by rank."""

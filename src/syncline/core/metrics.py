@@ -118,7 +118,7 @@ class Merging:
             reports.step = max(reports.step, step)
             if reports.reporters is not None and worker not in reports.reporters:
                 reports.reporters.append(worker)
-            found.update(self._read_if_whole(name, reports, participants))
+            found.update(self._read_if_whole(name, reports, participants, count + 1))
         return [each for each in (early, found) if each]
 
     def whole(self, values: Mapping[str, float], step: int, errors: Mapping[str, float] = {}) -> dict[str, Reading]:
@@ -139,16 +139,17 @@ class Merging:
         for name, reports in self.state.reports.items():
             if reports.reporters is not None:
                 reports.reporters = [worker for worker in reports.reporters if worker in participants]
-            found.update(self._read_if_whole(name, reports, participants))
+            most = max((count for _, _, count in reports.sums.values()), default=0)
+            found.update(self._read_if_whole(name, reports, participants, most))
         return found
 
-    def _read_if_whole(self, name: str, reports: Reports, participants: Set[str]) -> dict[str, Reading]:
+    def _read_if_whole(self, name: str, reports: Reports, participants: Set[str], most: int) -> dict[str, Reading]:
+        """`most`: reports of one worker; for the others this was looked at when they came."""
         if not reports.sums:
             return {}
-        waited = participants if reports.reporters is None else reports.reporters
-        if any(worker not in reports.sums and worker in participants for worker in waited) and (
-            max(count for _, _, count in reports.sums.values()) < MOST_AHEAD
-        ):
+        # Those who were last before are the most likely to be missing: with hundreds of workers the order counts.
+        waited = participants if reports.reporters is None else reversed(reports.reporters)
+        if most < MOST_AHEAD and any(worker not in reports.sums and worker in participants for worker in waited):
             return {}
         return self._read(name, reports)
 

@@ -45,10 +45,27 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     term: int = 0
 
 
+class _Told(msgspec.Struct, frozen=True):
+    """The totals that a member told last, when they were first seen, and what they came to since those before."""
+
+    at: float
+    incarnation: int
+    stats: MemberStats
+    cores: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    peers: Mapping[str, float] = {}
+
+
 class Observer:
-    """Compares each look at a job with the one before."""
+    """Compares each look at a job with the one before.
+
+    A member tells its totals about as often as it is looked at, so some looks see the same ones again. Its rates stay
+    then as they were; what follows is divided by the whole time.
+    """
 
     def __init__(self) -> None:
+        self._told: dict[str, _Told] = {}  # by member
         self._before: JobTotals | None = None
         self._members: dict[str, MemberTotals] = {}
         self._staleness: dict[str, tuple[int, tuple[int, ...]]] = {}  # server -> incarnation and its counts
@@ -59,11 +76,12 @@ class Observer:
         before = self._before
         passed = totals.at - before.at if before is not None else 0.0
         hosted = _hosted(totals.members)
-        members = tuple(self._member(member, passed, hosted) for member in totals.members)
+        members = tuple(self._member(member, totals.at, passed, hosted) for member in totals.members)
         self._note_staleness(totals.members)
         num_steps = max(0, totals.step - before.step) if before is not None else 0
         self._before = totals
         self._members = {member.status.name: member for member in totals.members}
+        self._told = {name: told for name, told in self._told.items() if name in self._members}
         return JobFigures(
             at=totals.at,
             step=totals.step,
@@ -83,7 +101,33 @@ class Observer:
             term=totals.term,
         )
 
-    def _member(self, now: MemberTotals, passed: float, hosted: Mapping[str, int]) -> MemberFigures:
+    def _tell(self, now: MemberTotals, at: float) -> _Told:
+        """The rates of what a member has told."""
+        name, stats = now.status.name, now.stats
+        before = self._told.get(name)
+        if before is None or before.incarnation != now.status.incarnation:
+            # Totals that are seen for the first time may be of hours: they are no rate.
+            made = _Told(at, now.status.incarnation, stats)
+        elif stats is before.stats or stats == before.stats:
+            return before
+        else:
+            seconds, known = at - before.at, before.stats
+            made = _Told(
+                at,
+                now.status.incarnation,
+                stats,
+                _rate(stats.process.cpu_seconds, known.process.cpu_seconds, seconds),
+                _rate(stats.wire.bytes_sent, known.wire.bytes_sent, seconds),
+                _rate(stats.wire.bytes_received, known.wire.bytes_received, seconds),
+                {
+                    peer: _rate(sent, known.peers.get(peer, (0, 0))[0], seconds)
+                    for peer, (sent, _) in stats.peers.items()
+                },
+            )
+        self._told[name] = made
+        return made
+
+    def _member(self, now: MemberTotals, at: float, passed: float, hosted: Mapping[str, int]) -> MemberFigures:
         status = now.status
         known = self._members.get(status.name)
         # Totals that are seen for the first time may be of hours: they are no rate.
@@ -101,10 +145,8 @@ class Observer:
                 (part, _rate(total, spent_before.get(part, 0.0), seconds)) for part, total in server.busiest
             )
         shared = _rate(now.shared_bytes, before.shared_bytes, seconds)
-        peers = {
-            name: _rate(sent, before.stats.peers.get(name, (0, 0))[0], seconds)
-            for name, (sent, _) in now.stats.peers.items()
-        }
+        told = self._tell(now, at)
+        peers = dict(told.peers)
         if shared:  # read in place by the servers: in proportion to what each of them has
             whole = sum(hosted.values()) or 1
             for name, num_bytes in hosted.items():
@@ -127,11 +169,11 @@ class Observer:
             share=status.share,
             apply=apply,
             num_rounds=rounds,
-            cores=_rate(now.stats.process.cpu_seconds, before.stats.process.cpu_seconds, seconds),
+            cores=told.cores,
             memory_bytes=now.stats.process.memory_bytes,
             gpu_bytes=now.stats.process.gpu_bytes,
-            sent_per_second=_rate(now.stats.wire.bytes_sent, before.stats.wire.bytes_sent, seconds) + shared,
-            received_per_second=_rate(now.stats.wire.bytes_received, before.stats.wire.bytes_received, seconds),
+            sent_per_second=told.sent + shared,
+            received_per_second=told.received,
             peers={name: rate for name, rate in peers.items() if rate >= LEAST_BYTES_PER_SECOND},
             parameter_bytes=server.parameter_bytes if server is not None else 0,
             busiest=busiest,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from syncline import config as configuration
 from syncline import faults
+from syncline.core.liveness import beat_seconds
 from syncline.core.members import Address, Member
 from syncline.core.wire.control import Joined, Over, Retire, Roster
 from syncline.errors import ConfigError, FencedError, SynclineError
@@ -184,7 +185,7 @@ class Serving:
             me.name,
             joined.incarnation,
             beat=self._server.beat,
-            beat_seconds=joined.config.beat_seconds,
+            beat_seconds=beat_seconds(joined.config, len(joined.members)),
             silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self._hear,
         )

@@ -138,8 +138,11 @@ class Link:
             threading.Thread(target=self._beat, args=args, name="beat", daemon=True).start()
 
     def _beat(self, make: Callable[[], Heartbeat], every_seconds: float, silent_seconds: float) -> None:
+        """All members of a host beat at the same moments, by its clock. Together they disturb a round once, and wake
+        the coordinator while it is awake.
+        """
         rtt = 0.0
-        while not self._closed.wait(every_seconds):
+        while not self._closed.wait(seconds_to_beat(time.monotonic(), every_seconds)):
             endpoint = self._endpoint
             if endpoint is None:
                 continue
@@ -265,6 +268,11 @@ class Link:
         if endpoint is not None:
             self._wire += endpoint.stats()
             endpoint.close()
+
+
+def seconds_to_beat(now: float, every_seconds: float) -> float:
+    """Until the next moment at which all members of this host beat; `now` by the clock that they share."""
+    return every_seconds - now % every_seconds
 
 
 class _Hearing:

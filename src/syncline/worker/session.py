@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from syncline.core.liveness import beat_seconds
 from syncline.core.members import Member, by_name
 from syncline.core.metrics import Steer
 from syncline.core.slice_state import Copy
@@ -232,7 +233,7 @@ class CoordinatorHandlers:
             name,
             joined.incarnation,
             beat=self.heartbeat if beats else None,
-            beat_seconds=joined.config.beat_seconds,
+            beat_seconds=beat_seconds(joined.config, len(joined.members)),
             silent_seconds=SILENT * joined.config.deadline_seconds,
             on_roster=self.rosters.hear,
         )

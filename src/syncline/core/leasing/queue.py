@@ -149,6 +149,8 @@ class LeaseQueue(Generic[R]):
 
     def recut(self) -> list[tuple[Identity, Recall]]:
         """Workers to recall from, because shares must be dealt again."""
+        if not self.leasing.state.epochs:
+            return []
         participants = self.participants()
         return [
             (owner, Recall(name, number))
@@ -217,9 +219,8 @@ class LeaseQueue(Generic[R]):
 
     def unheard(self) -> list[Identity]:
         """Workers that must still report their acks."""
-        state = self._membership.state
-        lives = {(name, member.incarnation) for name, member in state.members.items()}
-        return [life for life in state.leases.unheard.items() if life in lives]
+        members, unheard = self._membership.state.members, self._membership.state.leases.unheard
+        return [(n, number) for n, number in unheard.items() if n in members and members[n].incarnation == number]
 
     def heard(self, owner: Identity, acks: Iterable[LeaseAck], late: Iterable[LeaseAck], *, is_all: bool) -> None:
         """A worker has reported its acks. Not `is_all`: it will be asked again."""

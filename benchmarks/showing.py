@@ -1,0 +1,113 @@
+"""The row about showing a job: what its page, its browser and its sinks take, in processor time of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from benchmarks.match import Gauge, play
+from benchmarks.processor import check_is_measured, seconds_of
+from benchmarks.row import Effort, NotMeasured, Reach, Row, Samples
+from benchmarks.sides import WAIT_SECONDS, JobSide
+from benchmarks.task import Task
+from syncline.errors import WaitTimeout
+
+#: What is done once a second must be in a turn several times.
+TURN_SECONDS, ROW_SECONDS = 6.0, 600.0
+
+
+class ShownJob(JobSide):
+    """A job with a page, and a browser that follows it."""
+
+    num_looks = 0  #: that the browser has got
+
+    def open_page(self) -> None:
+        """Returns when the browser has got something: from then on the page's thread has its packages."""
+        found = re.search(r"the page: http://([^/]+)(/open\S+)", "\n".join(self.lines))
+        if found is None:
+            raise NotMeasured("needs the extra page: pip install 'syncline[page]'")
+        threading.Thread(target=self._browse, args=found.groups(), name="browser", daemon=True).start()
+        until = time.monotonic() + WAIT_SECONDS
+        while not self.num_looks:
+            self.look()
+            if time.monotonic() > until:
+                raise WaitTimeout(f"the page has shown nothing for {WAIT_SECONDS:g} s")
+            time.sleep(0.05)
+
+    def _browse(self, address: str, path: str) -> None:
+        for line in follow(address, path):
+            self.num_looks += line.startswith(b"data: ")
+
+
+def follow(address: str, path: str) -> Iterator[bytes]:
+    """Opens the page by its link, as a browser does, and reads the stream of looks until it ends."""
+    connection = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
+    connection.request("GET", path)
+    with connection.getresponse() as answer:
+        cookie = str(answer.getheader("set-cookie")).partition(";")[0]
+        answer.read()
+    connection.request("GET", "/api/v1/stream", headers={"Cookie": cookie})
+    stream = connection.getresponse()
+    try:
+        while line := stream.readline():
+            yield line
+    except OSError:
+        return  # the job has ended
+    finally:
+        connection.close()
+
+
+class Spent:
+    """Processor time of all processes of two jobs, turn by turn: a job that has no turn is not charged."""
+
+    def __init__(self, pids: Mapping[str, Mapping[str, int]]) -> None:
+        """`pids`: side -> member -> process."""
+        self._pids = pids
+        self._before: dict[str, float] = {}
+
+    def gauge(self, side: str) -> Gauge:
+        """Processor seconds per operation of this side since the last turn of either."""
+
+        def since(num_operations: int) -> float:
+            now = {one: seconds_of(pids.values()) for one, pids in self._pids.items()}
+            spent = now[side] - self._before.get(side, 0.0)
+            self._before = now
+            return spent / num_operations
+
+        return since
+
+
+def showing(name: str, model: str, what: str, *, reach: Reach) -> Row:
+    """A job as it is by default, with a browser on its page, beside one without page and sinks."""
+
+    def measure(effort: Effort) -> Samples:
+        check_is_measured()
+        longer = dataclasses.replace(
+            effort,
+            turn_seconds=max(effort.turn_seconds, TURN_SECONDS),
+            row_seconds=max(effort.row_seconds, ROW_SECONDS),
+        )
+        task = Task(kind="train_told", model=model, num_threads=1)
+        ours = ShownJob(task, workers=2, transport="shm")
+        plain = JobSide(task, workers=2, side="reference", transport="shm", page="off", sink=["off"])
+        spent = Spent({"ours": ours.pids, "reference": plain.pids})
+        of_ours = spent.gauge("ours")
+
+        def opened(num_operations: int) -> float:
+            if not ours.num_looks:
+                ours.open_page()
+            return of_ours(num_operations)
+
+        return play(ours, plain, longer, gauges={"ours": opened, "reference": spent.gauge("reference")})
+
+    return Row(
+        name=name,
+        what=f"processor time of a step, all processes of the job, {what}, 2 workers, with page, browser and sinks",
+        reference="the same with --page off --sink off",
+        reach=reach,
+        measure=measure,
+    )

@@ -1,0 +1,49 @@
+"""What showing a job costs: whose processor time counts, and that a browser looks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks import showing
+from benchmarks.match import play
+from benchmarks.row import Effort, NotMeasured, Reach
+from benchmarks.sides import JobSide
+from benchmarks.task import Task
+
+
+def test_only_the_side_that_has_a_turn_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side's job lives meanwhile, and beats."""
+    used = {1: 0.0, 2: 0.0, 3: 0.0}
+    monkeypatch.setattr(showing, "seconds_of", lambda pids: sum(used[pid] for pid in pids))
+    spent = showing.Spent({"ours": {"a": 1, "b": 2}, "reference": {"a": 3}})
+    ours, reference = spent.gauge("ours"), spent.gauge("reference")
+    ours(1)
+    used.update({1: 4.0, 2: 6.0, 3: 1.0})
+    assert ours(10) == 1.0
+    used.update({1: 5.0, 3: 3.0})
+    assert reference(4) == 0.5
+    used.update({1: 9.0, 2: 8.0})
+    assert ours(3) == 2.0
+
+
+@pytest.mark.slow
+def test_a_browser_follows_ours_while_both_take_turns(fast: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(showing, "TURN_SECONDS", 0.05)
+    opened: list[showing.ShownJob] = []
+    real = showing.ShownJob.open_page
+    monkeypatch.setattr(showing.ShownJob, "open_page", lambda self: (opened.append(self), real(self)))
+    samples = showing.showing("s", "lenet", "LeNet", reach=Reach("printed")).measure(fast)
+    assert len(samples.ours) == 5 and min(samples.ours) > 0 and min(samples.reference) > 0
+    assert len(opened) == 1 and opened[0].num_looks > 0
+
+
+@pytest.mark.slow
+def test_without_its_page_there_is_nothing_to_show(fast: Effort) -> None:
+    hidden = showing.ShownJob(Task(kind="push_pull", num_bytes=4096), page="off")
+    plain = JobSide(Task(kind="push_pull", num_bytes=4096), side="reference")
+    gauges = {"ours": lambda num_operations: hidden.open_page()}
+    with pytest.raises(NotMeasured, match="needs the extra page"):
+        play(hidden, plain, dataclasses.replace(fast), gauges=gauges)  # type: ignore[arg-type]
