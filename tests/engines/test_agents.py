@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -192,6 +193,23 @@ def test_a_member_that_was_ended_while_it_waited_does_not_start(agency: Agency) 
     agency.agent("a")
     agency.hub.gather({"a": 1}, PATIENCE)
     assert agency.hub.where() == {}
+
+
+def test_a_member_that_is_ended_as_its_agent_comes_ends(agency: Agency) -> None:
+    """What is said to a member never overtakes its start, however soon it is said."""
+    plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
+    placed = threading.Event()
+
+    def adapt(plan: MemberPlan) -> MemberPlan:
+        placed.set()
+        time.sleep(0.05)
+        return plan
+
+    member = agency.hub.start_at(0, plan, adapt)
+    agency.agent("a")
+    assert placed.wait(PATIENCE)
+    member.signal(signal.SIGKILL)
+    wait_until(lambda: member.poll() == -signal.SIGKILL)
 
 
 def test_an_agent_with_another_token_is_refused(agency: Agency) -> None:

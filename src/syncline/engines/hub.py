@@ -87,12 +87,14 @@ class AgentMember:
         if agent is not None:
             agent.endpoint.mention(message)
 
-    def come_to(self, agent: AgentHere) -> bool:
-        """Its agent is there now; whether the member is still wanted."""
+    def start_on(self, agent: AgentHere, plan: MemberPlan) -> None:
+        """Its agent is there now, and starts it if it is still wanted. What is said to it comes after that."""
         with self._lock:
-            if self._code is None:
-                self.host, self._agent = agent.host, agent
-            return self._code is None
+            if self._code is not None:
+                return
+            agent.members[self.number] = self
+            agent.endpoint.mention(wire.StartMember(self.number, msgspec.json.encode(plan)))
+            self.host, self._agent = agent.host, agent
 
     # -- what its agent says ------------------------------------------------------------------------------
 
@@ -253,14 +255,11 @@ class Hub:
                 raise ConfigError(f"agent-{message.number} is there already, or the job is over")
             self._agents[message.number] = self._by_endpoint[request.endpoint] = agent
             self._hold(agent, message.members)
-            awaited = self._awaited.pop(message.number, None)
-            if awaited is not None and awaited[0].come_to(agent):
-                agent.members[awaited[0].number] = awaited[0]
+            if message.number in self._awaited:
+                member, plan, adapt = self._awaited.pop(message.number)
+                member.start_on(agent, adapt(plan))
             self._lock.notify_all()
         request.reply(Done())
-        if awaited is not None and awaited[0].number in agent.members:
-            member, plan, adapt = awaited
-            self._send_start(agent, member, adapt(plan))
 
     def _hold(self, agent: AgentHere, held: Sequence[wire.HeldMember]) -> None:
         """Members that this agent had before it came. Unless this launcher takes over, it has replaced them."""
