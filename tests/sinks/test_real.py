@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -179,3 +180,37 @@ def test_a_server_that_is_not_there_is_said(
     sink.close(has_failed=False)
     (run,) = client.search_runs([client.get_experiment_by_name("syncline").experiment_id])
     assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [1, 2]
+
+
+def test_parameters_are_not_lost_with_the_call_that_sends_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, client: Any
+) -> None:
+    """The server goes away when the run is made and its parameters are not there yet: the same sink sends them later.
+    The coordinator dies at that moment: the next one finds a run that has only some, and sends the others."""
+    import mlflow
+
+    class Interrupted:
+        num_failures = 1
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "log_batch" and Interrupted.num_failures:
+                Interrupted.num_failures -= 1
+                return lambda run_id, **batch: (_ for _ in ()).throw(OSError("connection reset"))
+            return getattr(client, name)
+
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda uri: Interrupted())
+    place = SinkPlace("mlflow", str(tmp_path / "store"))
+    sink = MlflowSink(run_in(tmp_path), place)
+    with pytest.raises(SinkError, match="connection reset"):
+        sink.write(look(1, loss=1.0), ())
+
+    def params() -> dict[str, str]:
+        (run,) = client.search_runs([client.get_experiment_by_name("syncline").experiment_id])
+        return dict(run.data.params)
+
+    assert params() == {}
+    sink.write(look(2, loss=0.5), ())
+    assert params() == {"workers": "2", "policy": "sync"}
+    more = msgspec.structs.replace(run_in(tmp_path), settings={"workers": 2, "policy": "sync", "servers": 1})
+    MlflowSink(more, place).write(look(3, loss=0.1), ())
+    assert params() == {"workers": "2", "policy": "sync", "servers": "1"}

@@ -53,7 +53,7 @@ class MlflowSink:
         self._run, self._place = run, place
         self._metric, self._param = Metric, Param
         self._client: Any = mlflow.MlflowClient(_uri(place.where))
-        self._run_id = ""
+        self._run_id, self._has_params = "", False
         self._waiting: list[Any] = []
         self._sent_at = 0.0
         self._readings = Spacing(FULL_READINGS, 1.0)
@@ -82,22 +82,32 @@ class MlflowSink:
                 self._log(item.name, f"{item.step:012d}.{SUFFIXES[item.kind]}", item.content)
 
     def _begin(self) -> None:
-        """The run of this job: the one that an earlier coordinator has made, or a new one."""
-        if self._run_id:
-            return
-        note = _read_note(self._run.folder)
-        if note is not None and (note.job, note.where) == (self._run.job, self._place.where):
-            self._run_id = note.run_id
-            return
+        """The run of this job, with its parameters: the one that an earlier coordinator has made, or a new one."""
+        if not self._run_id:
+            note = _read_note(self._run.folder)
+            is_ours = note is not None and (note.job, note.where) == (self._run.job, self._place.where)
+            self._run_id = note.run_id if note is not None and is_ours else self._make_run()
+        if not self._has_params:
+            self._send_params()
+            self._has_params = True
+
+    def _make_run(self) -> str:
         name = self._place.experiment or EXPERIMENT
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         tags = {"syncline.job": self._run.job, "syncline.folder": str(self._run.folder)}
         made = self._client.create_run(number, run_name=self._run.name, tags=tags)
-        self._run_id = made.info.run_id
-        _write_note(self._run.folder, MlflowNote(self._run.job, self._place.where, self._run_id))
+        run_id = str(made.info.run_id)
+        _write_note(self._run.folder, MlflowNote(self._run.job, self._place.where, run_id))
+        return run_id
+
+    def _send_params(self) -> None:
+        """Those that the run lacks: the server may have gone away after some, and refuses to change one."""
+        known = self._client.get_run(self._run_id).data.params
         params = [
-            self._param(key, str(value)[:MOST_LETTERS]) for key, value in self._run.settings.items() if value != ""
+            self._param(key, str(value)[:MOST_LETTERS])
+            for key, value in self._run.settings.items()
+            if value != "" and key not in known
         ]
         for k in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run_id, params=params[k : k + MOST_PARAMS])
