@@ -178,6 +178,11 @@ class SliceState:
         common = self._common
         return self._fences if common is None else common.fences
 
+    @property
+    def num_commits(self) -> int:
+        """Commits counted here. Rounds have one order on all slices: those with as many are at the same round."""
+        return sum(dict(self.clocks).values())
+
     # -- clocks in common ---------------------------------------------------------------------------------
 
     def shares(self, common: CommonClocks) -> bool:

@@ -182,15 +182,17 @@ class Pulls:
 
     def verify(self, request: Request, message: Verify) -> None:
         """Reports which slices were written while the worker copied them from shared memory."""
-        stale, versions = [], []
+        stale, versions, counts = [], [], []
         for number, version in zip(message.slices, message.versions, strict=True):
             slot = self._slot(number)
             state = slot.state
+            if message.counted:
+                counts.append(state.num_commits)  # before the look at the version: a later round makes that stale
             if not state.is_still(version):
                 stale.append(number)
                 versions.append(slot.shown())
             state.seen[request.peer.name] = state.version
-        request.reply(Verified(stale, versions, self._clocks()))
+        request.reply(Verified(stale, versions, self._clocks(), counts))
 
     # -- pulls by themselves ------------------------------------------------------------------------------
 

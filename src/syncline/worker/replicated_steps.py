@@ -99,7 +99,8 @@ class ReplicatedSteps:
             return None
         until = time.monotonic() + WAIT_SECONDS
         while True:
-            self._pull()
+            if not self._pull(until - time.monotonic()):
+                return None  # the others make rounds all the time: one of them brings it
             newest, known = self._newest, int(self._numbers.values["replica"][0])
             if newest - known <= 1 or time.monotonic() > until:
                 break
@@ -112,10 +113,13 @@ class ReplicatedSteps:
         self._claimed, self._round = newest, -1 if self._job.is_late else newest
         return self._apply(self._replica.values, self._gradients.values) if newest > known else self._replica.values
 
-    def _pull(self) -> None:
-        slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
-        self._job.exchange.pull(slices, self._all, None)
+    def _pull(self, seconds: float) -> bool:
+        """Replica, mean and numbers of one round. Slices read one by one can be of two rounds: a worker that rests
+        does not hold up the provider's push.
+        """
         self._has_kept = self._has_pushed = False
+        slices = [part for part in self._job.exchange.layout.slices() if self._all.wants(part)]
+        return self._job.exchange.pull_level(slices, self._all, seconds)
 
     @property
     def _slot(self) -> int:
@@ -173,8 +177,9 @@ class ReplicatedSteps:
         if is_newest and self._has_begun:
             self._round, self._claimed, self._is_certain = newest, newest, True
             return False
-        if self._is_certain:  # a certain worker does not pull the replica
-            self._pull()
+        if self._is_certain and not self._pull(WAIT_SECONDS):  # a certain worker does not pull the replica
+            self._round, self._is_certain = -1, False
+            return True
         num_lost = newest - 1 - int(numbers["replica"][0])
         self._num_tries = 0 if certain.size else self._num_tries + 1
         if num_lost and (certain.size or (present.size > 1 and self._num_tries < MOST_TRIES)):
@@ -195,7 +200,8 @@ class ReplicatedSteps:
         if not (self._is_certain and self._provider == self._slot and (self._has_kept or self._has_pushed)):
             return
         if not self._has_kept:
-            self._pull()
+            if not self._pull(WAIT_SECONDS):
+                return
             if self._newest != self._round or int(self._numbers.values["replica"][0]) != self._round - 1:
                 return  # the others have gone on
             self._has_kept = True

@@ -328,10 +328,13 @@ class Pulled(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """Asks whether these slices kept these versions while they were copied."""
+    """Asks whether these slices kept these versions while they were copied; `counted`: and how many commits each of
+    them has.
+    """
 
     slices: list[int]
     versions: list[int]
+    counted: bool = False
 
 
 class Verified(Message, frozen=True):
@@ -340,6 +343,7 @@ class Verified(Message, frozen=True):
     stale: list[int]
     versions: list[int]
     clocks: dict[str, int] = {}  # with one replica: upper bound of the workers' clocks in these versions
+    counts: list[int] = []  # if `counted`: commits of each slice asked for, at these versions
 
 
 class Pin(Message, frozen=True):

@@ -145,6 +145,12 @@ class ServerReader:
             versions.update(zip((part.id for part in remote), found, strict=True))
         return [versions[part.id] for part in parts]
 
+    def verify(self, numbers: list[int], versions: list[int]) -> Verified:
+        """Whether these slices still have these versions, and how many commits each of them has."""
+        answer = self._ask(Verify(numbers, versions, counted=True))
+        assert isinstance(answer, Verified)
+        return answer
+
     # -- over the socket ----------------------------------------------------------------------------------
 
     def _pull_bytes(self, parts: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:

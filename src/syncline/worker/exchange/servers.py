@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
@@ -37,12 +38,21 @@ from syncline.worker.exchange.replay import Replay
 from syncline.worker.exchange.routes import ServerRoutes
 from syncline.worker.exchange.sending import CommitSender
 from syncline.worker.exchange.targets import ArrayTarget, Target
-from syncline.worker.exchange.values import KeptArrays, SliceCopies, pull, read_state, upload, write_state
+from syncline.worker.exchange.values import (
+    KeptArrays,
+    SliceCopies,
+    are_level,
+    pull,
+    read_state,
+    upload,
+    write_state,
+)
 from syncline.worker.session import CoordinatorHandlers, left
 from syncline.worker.waits import LOUD_SECONDS, StepClock, TracingClock, Waits
 
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
+_LEVEL_SECONDS = 0.002  # until slices of different rounds are read again
 _NOTHING = Push(pushed=())
 
 
@@ -403,6 +413,19 @@ class ServersExchange:
                 return found
         except WaitTimeout:
             raise WaitTimeout(f"a pull has waited {self.wait_seconds:g} s for version {min_version}") from None
+
+    def pull_level(self, slices: Sequence[Slice], target: Target, seconds: float) -> bool:
+        """With rounds: pulls parameters of one round, the same for all slices. False if that takes too long, since
+        others keep making rounds without this worker; the target has a mixture then.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            versions = self.pull(slices, target, None)
+            if self._again(functools.partial(are_level, self.routes, slices, versions)):
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LEVEL_SECONDS)
 
     def mapped(self) -> list[Bytes]:
         """The servers' parameters that are mapped into this process."""

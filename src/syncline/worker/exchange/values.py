@@ -52,6 +52,22 @@ def pull(routes: ServerRoutes, slices: Sequence[Slice], target: Target, min_vers
     return [versions[part.id] for part in slices]
 
 
+def are_level(routes: ServerRoutes, slices: Sequence[Slice], versions: Sequence[int]) -> bool:
+    """Whether these versions are those after one round, the same for all slices. False as well if some slices have
+    changed since: then nothing is known.
+    """
+    by_id = {part.id: version for part, version in zip(slices, versions, strict=True)}
+    counts: set[int] = set()
+    for server, reader in routes.readers.items():
+        own = [number for number in by_id if routes.source(number) == server]
+        if own:
+            answer = reader.verify(own, [by_id[number] for number in own])
+            if answer.stale or len(answer.counts) != len(own):
+                return False
+            counts.update(answer.counts)
+    return len(counts) <= 1
+
+
 Entries = Sequence[tuple[StateEntry, Bytes]]
 
 

@@ -1,0 +1,56 @@
+"""Pulls of one round, by a worker that rests while others go on: never some slices before a round and some after."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from syncline.core.rule import Rule
+from syncline.testing import local_job
+from syncline.worker.exchange.commit import Push
+from syncline.worker.exchange.targets import FlatTarget
+from syncline.worker.host_memory import HostMemory
+from syncline.worker.job import Job
+
+SLICE, NUM_SLICES, NUM_PULLS = 4096, 64, 20
+
+
+@pytest.mark.parametrize("settings", [{"servers": 2}, {"exchange": "ring"}])
+def test_a_level_pull_holds_one_round(settings: dict[str, Any]) -> None:
+    """Every round makes all numbers equal to its own; whoever reads them slice by slice sees two rounds often."""
+    enough = threading.Event()
+
+    def train(job: Job) -> list[set[float]]:
+        zeros = {"a": np.zeros(NUM_SLICES * SLICE // 8)}
+        memory = HostMemory(job, zeros, Rule("Assign"))
+        if job.rank:
+            job.rest()
+            return read(job, memory)
+        for number in range(1, 100_000):
+            memory.fill({"a": zeros["a"] + number})
+            job.exchange.commit(Push(pushed=memory.ids), None).wait()
+            if enough.is_set():
+                break
+        return []
+
+    def read(job: Job, memory: HostMemory) -> list[set[float]]:
+        target, seen = FlatTarget({memory.segment.index: memory.flat}), []
+        slices = [part for part in job.exchange.layout.slices() if target.wants(part)]
+        assert len(slices) >= NUM_SLICES
+        try:
+            for _ in range(50 * NUM_PULLS):
+                if job.exchange.pull_level(slices, target, 1.0):
+                    seen.append(set(memory.values["a"].tolist()))
+                if len(seen) == NUM_PULLS:
+                    return seen
+            raise AssertionError(f"only {len(seen)} of so many pulls were of one round")
+        finally:
+            enough.set()
+
+    with local_job(workers=2, slice_bytes=SLICE, **settings) as jobs:
+        seen = jobs.run(train)[1]
+    assert [len(numbers) for numbers in seen] == [1] * NUM_PULLS
+    assert len(set.union(*seen)) > 1  # the other one went on
