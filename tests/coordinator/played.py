@@ -46,6 +46,7 @@ from syncline.core.wire.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.wire.following import MarkCut, MarkedCut
 from syncline.core.wire.leases import AskLeaseAcks, GaveBack, GivenLeaseAcks, Recall
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ProtocolError, StoreError
@@ -145,6 +146,8 @@ class Played:
             request.reply(Done())
         elif isinstance(message, CloseSnapshotBarrier):
             request.reply(self.close_gate(message))
+        elif isinstance(message, MarkCut):
+            request.reply(self.mark_cut(message))
         elif isinstance(message, WriteMarked):
             request.reply(self.write_marked(message))
         elif isinstance(message, WriteScript):
@@ -161,6 +164,11 @@ class Played:
         acks = self.acks if 0 in self.slices() else []
         versions = self.num_updates * len(self.slices()) + self.num_versions
         return SnapshotBarrierClosed(self.clocks, acks, num_updates=self.num_updates, versions=versions)
+
+    def mark_cut(self, message: MarkCut) -> MarkedCut:
+        own = self.slices()
+        versions = [self.num_updates + (0 if number in own else self.num_versions) for number in message.slices]
+        return MarkedCut(versions, [(number, self.num_updates) for number in own] if message.has_barrier else [])
 
     def slices(self) -> dict[int, Slice]:
         """Of which it is the primary."""

@@ -62,11 +62,7 @@ def written(folder: Folder, answers: Any) -> Noted:
 
 
 def hooks(house: House) -> list[int]:
-    return [
-        n
-        for n, replica_set in house.replica_sets.items()
-        if house.slot(replica_set.primary, n).rules.before_change is not None
-    ]
+    return [n for n, replica_set in house.replica_sets.items() if house.slot(replica_set.primary, n).rules.is_marked]
 
 
 def cut(house: House, number: int = 1) -> Noted:

@@ -18,7 +18,7 @@ from syncline.core.registry import Registry
 from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import LOOP
 from syncline.core.slice_state import life_of
-from syncline.core.wire.checkpoints import AskResume, GivenResume
+from syncline.core.wire.checkpoints import AskResume, Finish, GivenResume
 from syncline.core.wire.control import (
     AskLife,
     AskRoster,
@@ -265,7 +265,7 @@ class TwinCoordinator:
             return Entered(5 * LOOP, 17)
         if isinstance(message, AskWhy):
             return GivenWhy(f"step {message.step} has waited 1.2 s for worker-7 on host b (last heard of 1.1 s ago)")
-        if isinstance(message, Leave | Report | Heartbeat):
+        if isinstance(message, Finish | Leave | Report | Heartbeat):
             return Done()
         raise ProtocolError(f"a twin does not answer {type(message).__name__}")
 

@@ -14,6 +14,7 @@ import typer
 
 from syncline.core.units import duration
 from syncline.errors import ConfigError
+from syncline.launch.folder import find_job
 from syncline.launch.saving import parse_bytes
 
 _FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -29,6 +30,14 @@ def serve(
             "--from",
             metavar="DIR",
             help="A folder of checkpoints, one of them, or a .safetensors file; any path fsspec knows.",
+        ),
+    ] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="In place of --from: a running job, by its name under --runs or its job file. Its parameters while "
+            "it trains, one consistent cut at each --refresh, and its last ones.",
         ),
     ] = None,
     pick: Annotated[
@@ -90,6 +99,7 @@ def serve(
     then ends.
 
     Example:  syncline serve model.py:Net --from runs/mnist/checkpoints --input image:FP32:1,28,28
+    Example:  syncline serve model.py:Net --follow mnist
     """
     settings: dict[str, Any] = {
         "host": host,
@@ -116,7 +126,8 @@ def serve(
     logging.basicConfig(level=logging.INFO, format=_FORMAT, stream=sys.stderr)
     from syncline.serve.server import InferenceServer  # uvicorn, which is an extra
 
-    if weights is None:
+    followed = _followed(follow, runs) if follow is not None else None
+    if weights is None and followed is None:
         typer.echo("syncline: no --from: the model is served as it is made", err=True)
     elif not pathlib.Path(model.rpartition(":")[0]).is_file():
         raise ConfigError(f"{model!r}: there is no such file; name the model's file and what makes it: model.py:Net")
@@ -129,12 +140,19 @@ def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    with InferenceServer(model, weights, **settings) as server:
+    with InferenceServer(model, weights, follow=followed, **settings) as server:
         say_where(server)
         ends.wait()
         typer.echo("syncline: answers open requests, then ends", err=True)
     if any(thread.name.startswith("syncline serve") for thread in threading.enumerate()):
         os._exit(0)  # the operator's code still computes, and no request waits for it
+
+
+def _followed(job: str, runs: str) -> Any:
+    from syncline.serve.following import FollowedJob
+
+    file = find_job(job, pathlib.Path(runs))
+    return FollowedJob(job=file.job, token=file.token, host=file.host, port=file.port, name=file.folder.name)
 
 
 def say_where(server: Any) -> None:

@@ -133,6 +133,8 @@ def _show(reply: dict[str, Any]) -> None:
             words.append(f"canary, {reply['share']:.1%}")
         table.add_row(one["name"], f"{one['step']:,}", ", ".join(words), one["where"])
     console.print(table)
+    if reply["trouble"]:
+        console.print(f"nothing new comes: {reply['trouble']}")
     for one in reply["processes"]:
         name = f"replica {one['number']}" if one["role"] == "replica" else one["role"]
         state = "" if one["is_up"] else ", starts"

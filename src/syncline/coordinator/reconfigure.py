@@ -11,6 +11,7 @@ import threading
 import time
 
 from syncline import faults
+from syncline.coordinator.cuts import CutService
 from syncline.coordinator.job import JobContext, ServerCalls
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.registration import RegistrationService
@@ -46,12 +47,13 @@ class Reconfigurer:
         registration: RegistrationService,
         leases: LeaseService,
         saves: SaveService,
+        cuts: CutService,
         lost_slices: LostSlices,
         barriers: BarrierService,
         roster: RosterService,
     ) -> None:
         self._job, self._calls, self._planner = job, calls, job.planner
-        self._registration, self._leases, self._saves = registration, leases, saves
+        self._registration, self._leases, self._saves, self._cuts = registration, leases, saves, cuts
         self._lost_slices, self._barriers, self._roster = lost_slices, barriers, roster
         self._asking: dict[str, Request] = {}  # requests of workers that enter and servers that retire
         self._trouble = ("", 0.0)  # why the reconfiguration is retried, and since when
@@ -140,7 +142,8 @@ class Reconfigurer:
             if pause:
                 self._job.wait_for_wake(pause)
             elif not self._job.is_closing and not self._has_work():
-                self._job.wait_for_wake(self._saves.seconds_left(time.monotonic()))
+                now = time.monotonic()
+                self._job.wait_for_wake(min(self._saves.seconds_left(now), self._cuts.seconds_left(now)))
             return not self._job.is_closing and self._job.membership.outcome is None
 
     def _report_retry(self, reason: str) -> None:
@@ -156,7 +159,7 @@ class Reconfigurer:
         """Under the lock."""
         waits = bool(self._planner.strangers or self._planner.retiring or self._leases.departed_owners())
         waits = waits or self._registration.has_uploads
-        waits = waits or self._saves.has_work(time.monotonic())
+        waits = waits or self._saves.has_work(time.monotonic()) or self._cuts.has_work(time.monotonic())
         return self._planner.is_urgent or waits or not self._plan().is_empty
 
     def _plan(self) -> PlacementPlan:
@@ -179,6 +182,7 @@ class Reconfigurer:
             return self._carry_out(plan)
         self._release_servers()
         self._saves.run_due()
+        self._cuts.run_due()
         return _LATER_SECONDS if self._planner.retiring else pause
 
     def _reassign_leases(self) -> float:

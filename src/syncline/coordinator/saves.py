@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from syncline import faults
 from syncline.config import JobConfig
 from syncline.coordinator.checkpoint_writer import CheckpointWriter, SnapshotPoint, adopt
+from syncline.coordinator.cuts import CutService
 from syncline.coordinator.job import JobContext, ServerCalls
 from syncline.coordinator.leases import LeaseService
 from syncline.coordinator.registration import RegistrationService
@@ -213,9 +214,10 @@ class SaveService:
         leases: LeaseService,
         registration: RegistrationService,
         writer: CheckpointWriter,
+        cuts: CutService,
     ) -> None:
         self._job, self._calls, self._leases, self._registration = job, calls, leases, registration
-        self._writer = writer
+        self._writer, self._cuts = writer, cuts
         self._finishing: dict[str, tuple[Request, float]] = {}  # workers whose scripts have ended, and since when
         self._next: SaveRequest | None = None
         self.current: SaveInProgress | None = None
@@ -269,11 +271,14 @@ class SaveService:
         self._job.wake_reconfigurer()
 
     def script_has_ended(self, request: Request) -> None:
-        """A worker's script has ended. Replies when all have ended and the last save is made."""
+        """A worker's script has ended. Replies when all have ended, the last save is made and followers have read the
+        last state; at once if nothing is saved and others go on.
+        """
         name = request.peer.name
         with self._job.lock:
             self._finishing[name] = (request, time.monotonic())
             self._job.membership.finishing.add(name)
+        self._let_finished_leave()
 
     def member_is_out(self, member: Member) -> None:
         """Under the lock."""
@@ -359,9 +364,8 @@ class SaveService:
     def _are_all_finishing(self) -> bool:
         membership = self._job.membership
         workers = membership.workers()
-        return (
-            bool(workers) and set(workers) <= self._finishing.keys() and "worker" not in membership.awaited.values()
-        )
+        # Without checkpoints some may have been let go that have not left yet.
+        return bool(workers) and set(workers) <= membership.finishing and "worker" not in membership.awaited.values()
 
     def _may_leave(self) -> bool:
         """Whether the workers whose scripts have ended may leave."""
@@ -369,7 +373,9 @@ class SaveService:
             return not self._is_on and bool(self._finishing)
         if self.current is not None or self._next is not None:
             return False
-        return self._has_ended or not self._is_on or not self._job.registry.layout.segments
+        if self._is_on and not self._has_ended and self._job.registry.layout.segments:
+            return False
+        return self._cuts.may_end(time.monotonic())
 
     # -- in the reconfiguration thread --------------------------------------------------------------------
 

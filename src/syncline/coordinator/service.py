@@ -8,6 +8,7 @@ from typing import Any
 
 from syncline import config as configuration
 from syncline.coordinator.checkpoint_writer import CheckpointWriter
+from syncline.coordinator.cuts import CutService
 from syncline.coordinator.ending import JobEnding, JobWatch
 from syncline.coordinator.job import JobContext, JobJournal, ServerCalls
 from syncline.coordinator.leases import LeaseService
@@ -97,7 +98,8 @@ class Coordinator:
         self.resume = ResumeService(context)
         self.registration = RegistrationService(context, self.resume)
         writer = CheckpointWriter(context, self.stop_rules, self.best_checkpoint, self.resume)
-        self.saves = SaveService(context, calls, self.leases, self.registration, writer)
+        self.cuts = CutService(context, calls, self.registration)
+        self.saves = SaveService(context, calls, self.leases, self.registration, writer, self.cuts)
         self.validation = ValidationService(
             context, self.metrics, self.best_checkpoint, self.saves.save_for_validation
         )
@@ -105,7 +107,15 @@ class Coordinator:
         self.roster = RosterService(context)
         lost_slices = LostSlices(context, calls, self.leases)
         self.reconfigurer = Reconfigurer(
-            context, calls, self.registration, self.leases, self.saves, lost_slices, self.barriers, self.roster
+            context,
+            calls,
+            self.registration,
+            self.leases,
+            self.saves,
+            self.cuts,
+            lost_slices,
+            self.barriers,
+            self.roster,
         )
         self.pace = PaceService(context)
         self.scaling = ScaleService(context)
@@ -195,6 +205,7 @@ class Coordinator:
             AskResume: self.resume.ask_resume,
             NoteScript: self.resume.note_script,
             GiveSpans: self.tracing.take,
+            **self.cuts.handlers,
         }
 
     # -- what the endpoint calls --------------------------------------------------------------------------
@@ -210,6 +221,7 @@ class Coordinator:
         handler(request, request.message)
 
     def lost(self, endpoint: Endpoint, reason: str) -> None:
+        self.cuts.lost(endpoint)
         self.members.connection_lost(endpoint, reason)
 
     def _script_has_ended(self, request: Request, message: Finish) -> None:

@@ -3,6 +3,7 @@
 datatypes, protocol            arrays and the Open Inference Protocol; what a request may be
 model, torch_model             the operator's file: a torch module, or an object on NumPy arrays
 reading, loading, versions     where versions come from; how they are tried; which one answers
+following                      versions from a job that trains: one cut of its servers after another
 batch_policy, batching         when requests become a batch (pure); the thread that calls the model
 limits, metrics                tokens, rates, connections; what is counted
 application, listening         HTTP: routes; uvicorn around them

@@ -12,9 +12,10 @@ import numpy as np
 from syncline.core.conditions import AllOf, Compare, Condition, Either, parse_condition
 from syncline.errors import ConfigError, StoreError
 from syncline.serve.datatypes import DATATYPES, Array, RequestError, TensorSpec, datatype_of
+from syncline.serve.following import JobSource
 from syncline.serve.model import LoadedModel, ModelFile, check_outputs
 from syncline.serve.reading import Candidate, VersionSource, as_made
-from syncline.serve.versions import Versions
+from syncline.serve.versions import VersionFacts, Versions
 
 log = logging.getLogger("syncline.serve")
 
@@ -39,6 +40,7 @@ class VersionLoading:
         """`source`: None serves the model as it is made. `bring` raises StoreError for one that must not answer."""
         self._source, self._versions, self._bring = source, versions, bring
         self._refused = dict.fromkeys(refused)
+        self._num_loaded = 0
         self._lock = threading.Lock()
 
     def first(self, where: str) -> None:
@@ -50,6 +52,12 @@ class VersionLoading:
             reasons = self._look()
         if self._versions.current is None:
             raise StoreError("; ".join(reasons[:3]) or "there is no version to serve")
+
+    def say_loaded(self, version: VersionFacts, role: str) -> None:
+        """Logs it; of a job that is followed, which gives a version every few seconds, the first one only."""
+        level = logging.DEBUG if self._num_loaded and isinstance(self._source, JobSource) else logging.INFO
+        log.log(level, "version %s (step %d, %s) is loaded: %s", version.name, version.step, version.where, role)
+        self._num_loaded += 1
 
     def look(self) -> list[str]:
         """Looks for a new version; returns why others were refused."""
@@ -143,26 +151,47 @@ class VersionTrial:
         log.info("version %s passes --guard %s: %s", name, self._said, told)
 
 
+def keep_looking(source: VersionSource | None, look: Callable[[], object], seconds: float) -> Callable[[], None]:
+    """Looks for new versions every `seconds`, and when a followed job ends. Returns what ends it."""
+    if source is None or not seconds:
+        return lambda: None
+    refresher = Refresher(look, seconds)
+    if isinstance(source, JobSource):
+        source.call_at_end(refresher.hurry)
+    refresher.start()
+    return refresher.close
+
+
 class Refresher:
     """Looks for new versions again and again, in a thread of its own."""
 
     def __init__(self, look: Callable[[], object], seconds: float) -> None:
         self._look, self._seconds = look, seconds
-        self._end = threading.Event()
+        self._wake = threading.Event()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="syncline serve versions", daemon=True)
         self._said = ""
 
     def start(self) -> None:
         self._thread.start()
 
+    def hurry(self) -> None:
+        """The next look comes at once."""
+        self._wake.set()
+
     def close(self) -> None:
         """A version that is being loaded is not waited for long."""
-        self._end.set()
+        self._has_ended = True
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
-        while not self._end.wait(self._seconds):
+        while True:
+            self._wake.wait(self._seconds)
+            self._wake.clear()
+            if self._has_ended:
+                return
             try:
                 self._look()
                 self._said = ""

@@ -54,6 +54,10 @@ class VersionSource(Protocol):
     def resume(self, name: str, digest: str) -> None:
         """Another process has tried this version last; names go on from there."""
 
+    @property
+    def trouble(self) -> str:
+        """Why nothing new can come now, for people; '': nothing is known of any."""
+
 
 def open_source(path: str | os.PathLike[str], pick: str = "best") -> VersionSource:
     """The source that a path means: a `.safetensors` file, a checkpoint's folder, or a folder of checkpoints."""
@@ -72,6 +76,8 @@ def open_source(path: str | os.PathLike[str], pick: str = "best") -> VersionSour
 
 class CheckpointSource:
     """A folder of checkpoints, `best` first or the newest; or the folder of one, or a pointer."""
+
+    trouble = ""
 
     def __init__(self, folder: Folder, pick: str) -> None:
         self._folder, self._pick = folder, pick
@@ -114,6 +120,8 @@ class CheckpointSource:
 
 class TensorFileSource:
     """One safetensors file; a file that replaces it is a new version."""
+
+    trouble = ""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path

@@ -17,11 +17,12 @@ from syncline.config import num_threads
 from syncline.errors import ConfigError
 from syncline.serve.answering import Answering, inputs_of, limit_threads, url_of
 from syncline.serve.control import TOKEN, Control, ControlRequest, ask, control_socket, folder_of, held
+from syncline.serve.following import FollowedJob, JobSource, source_of
 from syncline.serve.limits import make_token, parse_rate, read_token
 from syncline.serve.listening import bind, is_loopback, reserved
-from syncline.serve.loading import Refresher, VersionLoading
+from syncline.serve.loading import VersionLoading, keep_looking
 from syncline.serve.model import ModelFile
-from syncline.serve.reading import Candidate, open_source
+from syncline.serve.reading import Candidate, VersionSource
 from syncline.serve.replicas.keeper import Keeper
 from syncline.serve.replicas.messages import SetUp
 from syncline.serve.settings import LEAST, ServeConfig, resolved
@@ -41,22 +42,23 @@ class InferenceServer:
         model: str | Callable[[], Any],
         weights: str | os.PathLike[str] | None = None,
         config: ServeConfig | None = None,
+        follow: FollowedJob | None = None,
         **settings: Any,
     ) -> None:
         """`model`: `model.py:Net`, or a class or function that makes the model. `weights`: a folder of checkpoints,
-        one of them, or a safetensors file; None: the model as it is made. `settings`: fields of `ServeConfig`.
+        one of them, or a safetensors file; None: the model as it is made. `follow`: a running job, in their place.
+        `settings`: fields of `ServeConfig`.
         """
         self.config = resolved(config or ServeConfig(), settings)
-        self._weights = os.fspath(weights) if weights is not None else None
+        given = os.fspath(weights) if weights is not None else None
         if self.config.rate:
             parse_rate(self.config.rate)
-        if self._weights is not None:
-            open_source(self._weights, self.config.pick)
+        source = source_of(given, self.config.pick, follow, self.config.name, copies=True)
         self._body: _InThisProcess | _InReplicas
         if self.config.replicas > 1:
-            self._body = _InReplicas(self.config, model, self._weights)
+            self._body = _InReplicas(self.config, model, given, follow)
         else:
-            self._body = _InThisProcess(self.config, model, self._weights)
+            self._body = _InThisProcess(self.config, model, source)
         self.name = self._body.name
         self._stack = contextlib.ExitStack()
         self._url = ""
@@ -129,11 +131,10 @@ class InferenceServer:
 class _InThisProcess:
     """One process answers: this one."""
 
-    def __init__(self, config: ServeConfig, model: str | Callable[[], Any], weights: str | None) -> None:
-        self._config = config
+    def __init__(self, config: ServeConfig, model: str | Callable[[], Any], source: VersionSource | None) -> None:
+        self._config, self._source = config, source
         self._file = ModelFile(model) if isinstance(model, str) else ModelFile.of(model)
         self.name = config.name or self._file.name
-        self._source = open_source(weights, config.pick) if weights is not None else None
         self._versions: Versions[Version] = Versions()
         self._answering: Answering | None = None
         self._loading: VersionLoading | None = None
@@ -160,12 +161,11 @@ class _InThisProcess:
         )
         self._answering = answering
         loading = self._loading = VersionLoading(self._source, self._versions, self._bring)
+        if isinstance(self._source, JobSource):
+            stack.callback(self._source.close)
         loading.first(self._file.where)
         answering.start_batches(stack)
-        if self._source is not None and config.refresh:
-            refresher = Refresher(loading.look, config.refresh)
-            refresher.start()
-            stack.callback(refresher.close)
+        stack.callback(keep_looking(self._source, loading.look, config.refresh))
         control = Control(stack.enter_context(control_socket(folder)), self.control)
         control.start()
         stack.callback(control.close)
@@ -173,11 +173,11 @@ class _InThisProcess:
 
     def _bring(self, candidate: Candidate) -> None:
         """StoreError: this version must not answer."""
-        assert self._answering is not None
+        assert self._answering is not None and self._loading is not None
         model = self._file.load(None if candidate.is_as_made else candidate.read(), candidate.where)
         self._answering.trial.run(candidate.name, candidate.where, model)
-        role = self._versions.add(Version(candidate.name, candidate.digest, candidate.where, candidate.step, model))
-        log.info("version %s (step %d, %s) is loaded: %s", candidate.name, candidate.step, candidate.where, role)
+        version = Version(candidate.name, candidate.digest, candidate.where, candidate.step, model)
+        self._loading.say_loaded(version, self._versions.add(version))
 
     def control(self, request: ControlRequest) -> dict[str, Any]:
         assert self._loading is not None and self._answering is not None
@@ -186,13 +186,15 @@ class _InThisProcess:
                 raise ConfigError("; ".join(reasons[:3]))
         elif request.verb != "status":
             change(self._versions, request)
-        return told(self._versions, self._answering.totals(), self.name, self._url)
+        return told(self._versions, self._answering.totals(), self.name, self._url, self._source)
 
 
 class _InReplicas:
     """Several processes answer, and this one keeps them."""
 
-    def __init__(self, config: ServeConfig, model: str | Callable[[], Any], weights: str | None) -> None:
+    def __init__(
+        self, config: ServeConfig, model: str | Callable[[], Any], weights: str | None, follow: FollowedJob | None
+    ) -> None:
         if not isinstance(model, str):
             raise ConfigError("replicas are processes that import your file: give 'model.py:Net', not a function")
         if sys.platform != "linux":
@@ -200,7 +202,7 @@ class _InReplicas:
         path, colon, name = model.rpartition(":")
         if not colon or not name.isidentifier() or not pathlib.Path(path).is_file():
             raise ConfigError(f"{model!r}: name the model's file and what makes it, e.g. model.py:Net")
-        self._config, self._model, self._weights = config, model, weights
+        self._config, self._model, self._weights, self._follow = config, model, weights, follow
         self.name = config.name or name.lower()
         self.grpc_address = ""
         self._folder = pathlib.Path()
@@ -226,6 +228,7 @@ class _InReplicas:
             config=config,
             model=self._model,
             weights=self._weights,
+            follow=self._follow,
             name=self.name,
             number=0,
             threads=0,

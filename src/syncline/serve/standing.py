@@ -11,6 +11,7 @@ import msgspec
 from syncline.errors import ConfigError
 from syncline.serve.control import ControlRequest
 from syncline.serve.metrics import ServingTotals
+from syncline.serve.reading import VersionSource
 from syncline.serve.versions import Versions
 
 log = logging.getLogger("syncline.serve")
@@ -33,7 +34,12 @@ def change(versions: Versions[Any], request: ControlRequest) -> None:
 
 
 def told(
-    versions: Versions[Any], totals: ServingTotals, name: str, url: str, processes: Sequence[Any] = ()
+    versions: Versions[Any],
+    totals: ServingTotals,
+    name: str,
+    url: str,
+    source: VersionSource | None,
+    processes: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """How the versions stand, for serve-ctl. `processes`: those of several replicas."""
     current, canary, latency = versions.current, versions.canary, totals.latency
@@ -48,5 +54,6 @@ def told(
         "num_requests": totals.num_requests,
         "p50_seconds": latency.quantile(0.5),
         "p99_seconds": latency.quantile(0.99),
+        "trouble": source.trouble if source is not None else "",
         "processes": [msgspec.to_builtins(one) for one in processes],
     }

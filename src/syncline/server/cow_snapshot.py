@@ -157,8 +157,7 @@ class SnapshotSlice:
 
     def unhook(self) -> None:
         """Under the slice's lock: updates no longer call this object."""
-        if self.slot.rules.before_change == self.keep:
-            self.slot.rules.before_change = None
+        self.slot.rules.unmark(self.keep)
 
     def write_live(self, writer: Writer) -> None:
         """Under the slice's lock: writes the live slice without a copy."""
@@ -244,7 +243,7 @@ class CowSnapshot:
             raise StoreError(f"slice {slot.part.id} is still being written for the save before")
         try:
             marked = SnapshotSlice(slot, self)
-            slot.rules.before_change = marked.keep
+            slot.rules.mark(marked.keep)
             self.slices.append(marked)
         finally:
             slot.lock.release()

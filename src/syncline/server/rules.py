@@ -102,16 +102,27 @@ class SliceRules:
         #: The only group, if all pieces share one that descends along gradients.
         self._only_group = groups.pop() if len(groups) == 1 and self._specs[0].name not in PLAIN else None
         self._splits: dict[int, tuple[Numbers, list[Numbers]]] = {}
-        #: Set while the slice is marked for a save: called once before the slice or its state changes.
-        self.before_change: Callable[[bool], None] | None = None
+        #: Whether the slice is marked, for a save or a cut. Each `keep` is called before it or its state changes.
+        self.is_marked = False
+        self._keeps: list[Callable[[bool], None]] = []
         self._gathered: Gathered | None = None  # made by the first push that is held
         self._averages = Averages(self._parameters, [not assigns for assigns in self._assigns], storage.decay)
         self._begin(self._make_rules())
 
+    def mark(self, keep: Callable[[bool], None]) -> None:
+        """Under the slice's lock: calls `keep` once, before the slice or its state changes."""
+        self._keeps.append(keep)
+        self.is_marked = True
+
+    def unmark(self, keep: Callable[[bool], None]) -> None:
+        """Under the slice's lock: `keep` is no longer called."""
+        self._keeps = [other for other in self._keeps if other != keep]
+        self.is_marked = bool(self._keeps)
+
     def about_to_change(self, waits: bool = True) -> None:
-        """Under the slice's lock: lets a snapshot keep the old data. `waits`: it may wait for memory."""
-        keep, self.before_change = self.before_change, None
-        if keep is not None:
+        """Under the slice's lock: lets snapshots keep the old data. `waits`: they may wait for memory."""
+        keeps, self._keeps, self.is_marked = self._keeps, [], False
+        for keep in keeps:
             keep(waits)
 
     def _split(self, flat: Numbers) -> list[Numbers]:
@@ -292,7 +303,7 @@ class SliceRules:
         """Updates the pieces that have a gradient. `scale`: the factor on gradients. `weight`: how much the update
         counts; see `_step`.
         """
-        if self.before_change is not None:
+        if self.is_marked:
             self.about_to_change()
         if not self._averages.is_on:
             self._apply(gradients, overrides, scale, weight)

@@ -68,6 +68,7 @@ from syncline.net.rpc import Endpoint, Request
 from syncline.net.stalls import BROKEN_OFF
 from syncline.net.transport import Buffer, Memory, Peer
 from syncline.server.commits import Commits, commit_handlers
+from syncline.server.cuts import MarkedCuts
 from syncline.server.executor import RoundExecutor
 from syncline.server.hosting import Dial, Hosting, stats_of
 from syncline.server.lease_acks import ack_handlers
@@ -79,6 +80,7 @@ from syncline.server.restore import Loading, Values
 from syncline.server.ring_service import Ring, buffers_for_sum, ring_handlers
 from syncline.server.saving import Saving, saving_handlers
 from syncline.server.seeding import Seeding
+from syncline.server.slices import HostedSlice
 from syncline.server.snapshot_barrier import SnapshotBarrierService
 from syncline.server.staging import Staging
 from syncline.server.state_transfer import StateTransfer
@@ -137,6 +139,7 @@ class Server:
         self._tells_stats = TellsStats(WireStats, self._peers)
         self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
+        self.cuts = MarkedCuts(self._slot_of, self._primaries, self.snapshot_gate)
         self._speaks = False  # for all servers of the job
         self.spans: SpanBuffer | None = None  #: with --trace
         self._rare = self._rare_handlers()
@@ -299,6 +302,7 @@ class Server:
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
             **saving_handlers(self.snapshot_gate, self.saving),
+            **self.cuts.handlers,
             Resume: lambda request, message: self._loading.resume(request, message, self.commits),
         }
 
@@ -306,6 +310,14 @@ class Server:
         with self._lock:
             self._leaving.add(request.endpoint)
         self.commits.leave(request)
+
+    def _primaries(self) -> list[HostedSlice]:
+        return self.commits.hosted()
+
+    def _slot_of(self, number: int) -> HostedSlice | None:
+        """A slice that is here, as primary or backup."""
+        slot = self.slices.get(number)
+        return slot if slot is not None else self.hosting.backups.slot_of(number)
 
     def snapshot_gate(self) -> SnapshotBarrierService:
         if self._barrier is None:
@@ -464,6 +476,7 @@ class Server:
         if self._barrier is not None:
             self._barrier.end()
         self.saving.close()
+        self.cuts.close()
         self._pool.close()
         self._senders.shutdown(wait=True, cancel_futures=True)
         self.hosting.close_ways()

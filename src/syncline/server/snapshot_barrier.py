@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from syncline import faults
 from syncline.core.checkpoint.snapshot import SnapshotBarrier, barrier_of, behind_to_tell, clocks_to_tell
@@ -43,7 +44,9 @@ class SnapshotBarrierService:
         self._told: SnapshotBarrier | None = (
             None  # the barrier whose clocks were reported; nothing changes while it stays closed
         )
+        self._until = 0.0  # when it opens by itself
         self.is_closed = False
+        self._over = 0  # the number that was given up or ended last
 
     def end(self) -> None:
         """The server is closing: waiting callers get an error."""
@@ -58,7 +61,7 @@ class SnapshotBarrierService:
 
     def _close(self, request: Request, message: CloseSnapshotBarrier) -> None:
         barrier = barrier_of(message.number, message.turn, message.through)
-        until = time.monotonic() + self.barrier_seconds
+        until = time.monotonic() + (message.seconds or self.barrier_seconds)
         with self._state_lock:
             self._check_newer(barrier)
             if not self._commits.hosts_any:
@@ -70,8 +73,8 @@ class SnapshotBarrierService:
         with self._state_lock:
             self._wait_until_applied(barrier, until)
             errors: list[RuleError | None] = []
-            works = self._flow.flush(errors.append) if self._is_current(barrier) else []
-        self._flow.run(works)  # what slices hold is part of the snapshot
+            works = self._flow.flush(errors.append) if self._is_current(barrier) and message.is_save else []
+        self._flow.run(works)  # what slices hold is part of a save
         with self._state_lock:
             self._wait_until_applied(barrier, until)
             if any(errors):
@@ -80,7 +83,8 @@ class SnapshotBarrierService:
                 self._admission_queue.open()
             is_told = self._is_current(barrier)
             answer = self._closed(barrier)
-            self._told = barrier if is_told else self._told
+            if is_told:
+                self._told, self._until = barrier, until
         if not is_told:
             self._admission_queue.decide()
             for error in filter(None, errors):
@@ -89,7 +93,7 @@ class SnapshotBarrierService:
                 f"{self._name}: save {barrier.number} found its barrier open before all commits were applied"
             )
         request.reply(answer)
-        self._open_after(barrier, until)
+        self._open_after(barrier, until, is_save=message.is_save)
 
     def _wait_until_applied(self, barrier: SnapshotBarrier, until: float) -> None:
         """Under `state_lock`: waits for the commits up to the barrier. Opens it when the time is over."""
@@ -101,6 +105,8 @@ class SnapshotBarrierService:
     def _check_newer(self, barrier: SnapshotBarrier) -> None:
         if self.is_closed:
             raise ProtocolError(f"{self._name} is closing")
+        if barrier.number == self._over:  # a thread closes it: the word that it is over may have come first
+            raise ProtocolError(f"{self._name}: save {barrier.number} is over")
         if self._admission_queue.is_held:
             raise ProtocolError(
                 f"{self._name}: no snapshot for save {barrier.number}: a generation is being prepared"
@@ -139,15 +145,17 @@ class SnapshotBarrierService:
             versions=sum(slot.state.version for slot in slots),
         )  # fmt: skip
 
-    def _open_after(self, barrier: SnapshotBarrier, until: float) -> None:
-        """Opens the barrier at `until` unless it is marked or opened earlier, and releases held requests."""
+    def _open_after(self, barrier: SnapshotBarrier, until: float, *, is_save: bool) -> None:
+        """Opens the barrier at `until` unless it is marked or opened earlier, and releases held requests. That a cut
+        came too late is for its coordinator to say.
+        """
         with self._state_lock:
             while self._is_current(barrier) and (left := until - time.monotonic()) > 0:
                 self._flow.idle.wait(left)
             is_late = self._is_current(barrier)
             if is_late:
                 self._admission_queue.open()
-        if is_late:
+        if is_late and is_save:
             self._log(
                 f"the snapshot barrier of save {barrier.number} opens by itself after {self.barrier_seconds:g} s"
             )
@@ -156,11 +164,24 @@ class SnapshotBarrierService:
     # -- opening ------------------------------------------------------------------------------------------
 
     def open(self, number: int) -> None:
-        """The snapshot attempt was given up: opens the barrier and releases held requests."""
+        """The snapshot attempt is over: opens the barrier and releases held requests."""
         with self._state_lock:
+            self._over = number
             barrier = self._admission_queue.barrier
             if barrier is not None and barrier.number <= number:
                 self._admission_queue.open()
+
+    @contextlib.contextmanager
+    def while_closed(self, number: int) -> Iterator[float]:
+        """No update is in flight and no commit is admitted inside. Yields the time at which the barrier opens by
+        itself: the caller must have ended by then. ProtocolError: the barrier has opened.
+        """
+        with self._state_lock:
+            barrier = self._admission_queue.barrier
+            if barrier is None or barrier is not self._told or barrier.number != number:
+                raise ProtocolError(f"{self._name}: the snapshot barrier of cut {number} is no longer closed")
+            assert self._flow.is_idle
+            yield self._until
 
     def mark(self, request: Request, message: Mark) -> None:
         in_thread("mark", request, lambda: self._mark_all(request, message))

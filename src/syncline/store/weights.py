@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -242,11 +242,16 @@ def _ordered(folder: Folder, say: Callable[[str], None]) -> Iterator[Chosen]:
 
 
 def own_names(manifest: Manifest) -> dict[str, str]:
+    """The model's name of each parameter of a checkpoint."""
+    return names_of(manifest.segments)
+
+
+def names_of(segments: Iterable[Segment]) -> dict[str, str]:
     """The model's name of each parameter. Parameters without an optimizer are registered under another name.
 
     What Syncline has registered for itself is left out.
     """
-    rules = {p.name: segment.rule_of(p).name for segment in manifest.segments for p in segment.parameters}
+    rules = {p.name: segment.rule_of(p).name for segment in segments for p in segment.parameters}
     found = {}
     for name, rule in rules.items():
         if name.startswith(OWN_PREFIX):

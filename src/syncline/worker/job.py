@@ -613,7 +613,7 @@ class Job:
             self._tell_staleness()
             self.collectives.leave()
             self.exchange.leave()
-            if self.config.checkpoint and not self._handlers.has_retired:
+            if not self._handlers.has_retired:
                 self._checkpoints.finish()
             if self._spans is not None:
                 self._spans.close()

@@ -108,7 +108,11 @@ class SnapshotAttempt:
     """One attempt to bring all servers to the same commits."""
 
     def __init__(
-        self, number: int, servers: Iterable[str], until: float, noted: Mapping[Identity, Noted] | None = None
+        self,
+        number: int,
+        servers: Iterable[str],
+        until: float,
+        noted: Mapping[Identity, Noted] | None = None,
     ) -> None:
         """`noted`: the workers' boundaries, as they reported."""
         self._noted = noted or {}

@@ -76,12 +76,15 @@ class CloseSnapshotBarrier(Message, frozen=True):
 
     Answered with `SnapshotBarrierClosed` when everything started here is applied and all of `through` is in. The
     barrier opens by itself after a deadline. A higher number, or a higher `turn` of the same number, replaces the
-    earlier request.
+    earlier request. `is_save`: gathered pushes are applied first, since a checkpoint holds none; a cut leaves them.
+    `seconds`: the deadline; 0: the server's own.
     """
 
     number: int
     turn: int = 0
     through: list[Clock] = []
+    is_save: bool = True
+    seconds: float = 0.0
 
 
 class SnapshotBarrierClosed(Message, frozen=True):
@@ -182,4 +185,4 @@ class GivenResume(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """A worker's script has ended, and it takes part in no more rounds. Answered after the last save."""
+    """A worker's script has ended, and it takes part in no more rounds. Answered after the last save and cut."""

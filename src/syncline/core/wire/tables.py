@@ -100,6 +100,7 @@ from syncline.core.wire.control import (
     Uploaded,
     Watch,
 )
+from syncline.core.wire.following import AskCut, AwaitEnd, EndCut, GivenCut, GivenSlices, MarkCut, MarkedCut, ReadCut
 from syncline.core.wire.leases import (
     AskLease,
     AskLeaseAcks,
@@ -170,8 +171,8 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 18
-ROLES = ("coordinator", "server", "worker", "launcher", "agent")
+PROTOCOL = 19
+ROLES = ("coordinator", "server", "worker", "launcher", "agent", "follower")
 
 MESSAGES: tuple[type[Message], ...] = (
     Done, Refused, Join, Joined, Rejoin, Roster, AskRoster, Heartbeat, Enter, Entered, Retire, Scale, AskStatus,
@@ -194,6 +195,7 @@ MESSAGES: tuple[type[Message], ...] = (
     AgentJoin, AgentAlive, StartMember, TellMember, SignalMember,
     MemberOutput, MemberEnded, EndAgent, StopJob,
     GiveSpans, GotSpans, AskLook, GivenLook, GiveMedia,
+    AskCut, GivenCut, MarkCut, MarkedCut, ReadCut, GivenSlices, EndCut, AwaitEnd,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -214,7 +216,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
     "coordinator": frozenset({
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskLeaseAcks, Confirm, Pace, Expect, WriteScript, EndSave, CloseSnapshotBarrier, Mark,
-        OpenSnapshotBarrier, WriteMarked, Resume,
+        OpenSnapshotBarrier, WriteMarked, Resume, MarkCut, EndCut,
         Steer, Called, WriteCandidate,
     }),
     "launcher": frozenset({
@@ -222,4 +224,5 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         SignalMember, EndAgent, StopJob,
     }),
     "agent": frozenset({AgentJoin, AgentAlive, MemberOutput, MemberEnded}),
+    "follower": frozenset({AskCut, AwaitEnd, ReadCut, EndCut}),
 }  # fmt: skip

@@ -15,9 +15,10 @@ from typing import Any
 from syncline.errors import ConfigError, StoreError
 from syncline.serve.answering import inputs_of, limit_threads
 from syncline.serve.control import Control, ControlRequest
-from syncline.serve.loading import Refresher, VersionLoading, VersionTrial
+from syncline.serve.following import source_of
+from syncline.serve.loading import VersionLoading, VersionTrial, keep_looking
 from syncline.serve.model import ModelFile
-from syncline.serve.reading import Candidate, open_source
+from syncline.serve.reading import Candidate, VersionSource
 from syncline.serve.replicas.messages import (
     FromKeeper,
     OfferAnswer,
@@ -54,6 +55,7 @@ class VersionLoader(KeptProcess):
         self._file: ModelFile | None = None
         self._trial: VersionTrial | None = None
         self._loading: VersionLoading | None = None
+        self._source: VersionSource | None = None
         self._name = self._url = ""
 
     def set_up(self, message: SetUp, descriptors: list[int]) -> None:
@@ -64,7 +66,8 @@ class VersionLoader(KeptProcess):
         limit_threads(message.threads)
         inputs = inputs_of(self._file, config)
         self._trial = VersionTrial(self._file, inputs, list, guard=config.guard)  # replicas have recent requests
-        source = open_source(message.weights, config.pick) if message.weights is not None else None
+        source = source_of(message.weights, config.pick, message.follow, message.name, copies=False)
+        self._source = source
         if source is not None:
             source.resume(*message.newest)
         loading = VersionLoading(source, self._versions, self._bring, refused=message.refused)
@@ -76,9 +79,7 @@ class VersionLoader(KeptProcess):
         # The first version waits for answers, which come in the thread that reads.
         if message.standing is None:
             loading.first(self._file.where)
-        if source is not None and config.refresh:
-            refresher = Refresher(loading.look, config.refresh)
-            refresher.start()
+        keep_looking(source, loading.look, config.refresh)
         control.start()
         self.link.send(Up())
 
@@ -102,7 +103,7 @@ class VersionLoader(KeptProcess):
 
     def _bring(self, candidate: Candidate) -> None:
         """StoreError: this version must not answer."""
-        assert self._file is not None and self._trial is not None
+        assert self._file is not None and self._trial is not None and self._loading is not None
         facts = VersionFacts(candidate.name, candidate.digest, candidate.where, candidate.step)
         self.link.send(Trying(name=facts.name, digest=facts.digest))
         try:
@@ -123,7 +124,7 @@ class VersionLoader(KeptProcess):
         with self._publishing:
             role = self._versions.add(facts)
             self._publish()
-        log.info("version %s (step %d, %s) is loaded: %s", facts.name, facts.step, facts.where, role)
+        self._loading.say_loaded(facts, role)
 
     def _publish(self) -> None:
         """Returns when all replicas answer as the versions stand now."""
@@ -145,7 +146,9 @@ class VersionLoader(KeptProcess):
         self.ask_totals(counted.give)
         counted.wait_for("the counts of all replicas", _SECONDS)
         assert isinstance(counted.value, TotalsOfAll)
-        return told(self._versions, counted.value.totals, self._name, self._url, counted.value.processes)
+        return told(
+            self._versions, counted.value.totals, self._name, self._url, self._source, counted.value.processes
+        )
 
 
 if __name__ == "__main__":

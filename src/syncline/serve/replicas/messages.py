@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.serve.following import FollowedJob
 from syncline.serve.metrics import ServingTotals
 from syncline.serve.settings import ServeConfig
 from syncline.serve.versions import VersionFacts, VersionStanding
@@ -28,6 +29,7 @@ class SetUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     config: ServeConfig
     model: str  #: `model.py:Net`
     weights: str | None
+    follow: FollowedJob | None
     name: str
     number: int
     threads: int  #: its part of them

@@ -378,7 +378,9 @@ class ScriptCheckpoints:
         return answer.name
 
     def finish(self) -> None:
-        """The script has ended: waits for the last save, unless this worker is asked to leave."""
+        """The script has ended: waits for the last save, and for followers to read the last state, unless this worker
+        is asked to leave.
+        """
         try:
             # Others may take longer, for example with an evaluation: not worth a report.
             waits = self._job.exchange.waits.of("the last save", loud_seconds=60.0)
