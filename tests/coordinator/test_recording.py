@@ -91,7 +91,7 @@ def test_another_coordinator_numbers_events_on(jobs: Jobs, tmp_path: pathlib.Pat
 def test_a_full_disk_is_said_once_and_the_job_goes_on(
     jobs: Jobs, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every write fails; looks go on; when there is space again, what happens then is written."""
+    """Every write fails; looks go on; when there is space again, what has happened is written."""
     monkeypatch.setattr(recording, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(recording, "AGAIN_SECONDS", 0.0)
     said: list[str] = []
@@ -118,6 +118,11 @@ def test_a_full_disk_is_said_once_and_the_job_goes_on(
     until(lambda: "space again" in (tmp_path / "events.jsonl").read_text(), "it is written again")
     own.close()
     assert sum("No space left" in text for text in said) == 1, said
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["text"] for event in events if event["kind"] == "note"][-2:] == ["something", "space again"]
+    assert [event["number"] for event in events] == list(range(1, len(events) + 1)), (
+        "none is lost, none is there twice"
+    )
 
 
 def test_a_disk_that_stands_still_holds_up_no_look(

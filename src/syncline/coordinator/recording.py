@@ -45,6 +45,8 @@ MOST_LINES, MOST_POINTS = 50, 10
 AGAIN_SECONDS = 30.0
 #: Trouble with the disk is said again after so long at the earliest.
 SILENT_SECONDS = 3_600.0
+#: Events that wait for a disk that is full; of more, the oldest are dropped.
+MOST_DUE = 1_000
 #: How often figures of the job as a whole go to metrics.jsonl, and the last look into the series.
 FIGURES_SECONDS = 10.0
 #: The same verdict is an event again only after so long.
@@ -235,10 +237,12 @@ class RunFiles:
         self._events: LinesWriter | None = None
         self._not_before = self._silent_until = self._figures_at = -math.inf
         self._last: JobLook | None = None
+        self._due: collections.deque[Event] = collections.deque(maxlen=MOST_DUE)
 
     def write(self, look: JobLook, media: Sequence[ReportedMedia] = ()) -> None:
-        """Writes a look. Trouble is said once, and tried again later."""
+        """Writes a look. Trouble is said once, and tried again later: readings meanwhile are lost, events are not."""
         self._last = look
+        self._due.extend(look.events)
         if time.monotonic() < self._not_before:
             return
         try:
@@ -264,7 +268,8 @@ class RunFiles:
     def _write(self, look: JobLook, media: Sequence[ReportedMedia]) -> None:
         assert self._events is not None and self._metrics is not None and self._series is not None
         figures = look.figures
-        self._events.write(look.events)
+        self._events.write(self._due)
+        self._due.clear()
         self._metrics.write(_metric_lines(look))
         facts: dict[str, bytes] = {}
         if figures.at - self._figures_at >= FIGURES_SECONDS or figures.verdict:
