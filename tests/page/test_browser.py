@@ -24,15 +24,15 @@ from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 pytestmark = pytest.mark.page
 
 SCRIPT = """
-    import sys, time, numpy as np, syncline
+    import os, time, numpy as np, syncline
     job = syncline.init()
     job.kv.register({"w": np.zeros(10_000, np.float32)}, syncline.Rule("SGD", lr=0.01))
-    k = 0
-    while not __import__("os").path.exists("stop"):
+    for k in job.steps(1_000_000):  # its position lets a worker that was killed start again
+        if os.path.exists("stop"):
+            break
         time.sleep(0.02)
         job.kv.push_pull({"w": np.ones(10_000, np.float32)}).wait()
         job.report(loss=2.0 / (1 + k), **{"top-5/accuracy": k / (k + 9)})
-        k += 1
 """
 
 
@@ -247,33 +247,29 @@ def test_the_first_paint_is_soon(job: RunningJob, browser: Any) -> None:
 
 
 def test_runs_that_have_ended_can_be_opened_and_compared(tmp_path: pathlib.Path, browser: Any) -> None:
-    (tmp_path / "stop").touch()
+    (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("1_000_000", "120"))
     for name in ("one", "two"):
-        (tmp_path / "syncline.toml").write_text(PATIENT_TOML)
-        text = textwrap.dedent(SCRIPT).replace('not __import__("os").path.exists("stop")', "k < 120")
-        (tmp_path / "train.py").write_text(text)
         words = [sys.executable, "-m", "syncline", "run", "-w", "1", "--name", name, "train.py"]
         subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=JOB_PATIENCE)
     words = [sys.executable, "-m", "syncline", "page"]
-    server = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        page, errors = opened(browser, server.stdout.readline().strip())
-        assert page.locator("#state").inner_text() == "ended"
-        names = page.locator("#run option").all_inner_texts()
-        assert sorted(names) == ["one", "two"]
-        page.locator("#overlays summary").click()
-        page.locator("#overlay-list label", has_text="one").click()
-        page.select_option("#run", "two")
-        wait_until(page, "document.querySelectorAll('#metric-charts canvas').length === 2")
-        wait_until(
-            page,
-            "[...document.querySelectorAll('#metric-charts .names')].every((one) => one.innerText.includes('one'))",
-        )
-        assert "all 1 worker" in page.locator("#notices").inner_text() or page.locator("#notices").inner_text()
-        assert errors == []
-    finally:
-        server.send_signal(signal.SIGINT)
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            page, errors = opened(browser, server.stdout.readline().strip())
+            assert page.locator("#state").inner_text() == "ended"
+            names = page.locator("#run option").all_inner_texts()
+            assert sorted(names) == ["one", "two"]
+            page.locator("#overlays summary").click()
+            page.locator("#overlay-list label", has_text="one").click()
+            page.select_option("#run", "two")
+            wait_until(page, "document.querySelectorAll('#metric-charts canvas').length === 2")
+            named = "[...document.querySelectorAll('#metric-charts .names')]"
+            wait_until(page, f"{named}.every((one) => one.innerText.includes('one'))")
+            assert "all 1 worker" in page.locator("#notices").inner_text() or page.locator("#notices").inner_text()
+            assert errors == []
+        finally:
+            server.send_signal(signal.SIGINT)
         assert server.wait(PATIENCE) == 0
 
 

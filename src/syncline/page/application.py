@@ -52,6 +52,7 @@ FILES = {
     "/": ("static/index.html", "text/html; charset=utf-8"),
     "/style.css": ("static/style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("static/icon.svg", "image/svg+xml"),
+    "/favicon.ico": ("static/icon.svg", "image/svg+xml"),  # asked for where no page names an icon
     "/uplot.css": ("_vendor/uplot/uPlot.min.css", "text/css; charset=utf-8"),
     "/uplot.js": ("_vendor/uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
     **{
