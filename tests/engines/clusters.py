@@ -194,6 +194,14 @@ def _kill(pid: int) -> None:
         return
 
 
+def lives(pid: int) -> bool:
+    """Whether this process runs; one that has ended may wait for its parent to hear of it."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _free_ports(number: int) -> int:
     """The first of so many ports in a row that nothing listens on."""
     for first in range(21_000 + os.getpid() % 5_000, 32_000, number):

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from tests.engines.clusters import Cluster, wait_until
+from tests.engines.rays import LOOPBACK, RAY_BIN, RayHosts
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 from syncline.store.disk import MANIFEST
@@ -36,6 +37,32 @@ STEPS = """
         if pathlib.Path("end").exists():
             break
     print(f"{job.name} ends", flush=True)
+"""
+
+#: Like `STEPS`, over 200 samples: in its own cell, each counts how often it was read and acknowledged (with
+#: `--policy async`). All workers end with a whole epoch.
+COUNTS = """
+    import os, pathlib, time
+    import numpy as np, syncline
+    from syncline.data import ArraySource, batches
+    job = syncline.init()
+    job.kv.register({"seen": np.zeros(200)}, syncline.Rule("SGD", lr=1.0))
+    node = os.environ.get("SLURMD_NODENAME", "-")
+    pathlib.Path(f".{job.name}.{os.getpid()}").write_text(f"{os.getpid()} {node} {-job.kv.pull()['seen'].sum():g}")
+    os.rename(f".{job.name}.{os.getpid()}", f"{job.name}.{os.getpid()}.here")
+    source, step = ArraySource(np.arange(200)), 0
+    for _ in range(10**6):
+        for (samples,) in batches(source, 4, shuffle=True):
+            seen = np.zeros(200)
+            seen[samples] = -1.0
+            job.kv.push({"seen": seen}).wait()
+            step += 1
+            pathlib.Path(f"at-{job.name}").write_text(str(step))
+            time.sleep(0.02)
+        if pathlib.Path("end").exists():
+            break
+    seen = job.kv.pull()["seen"]
+    print(f"SEEN {seen.min():g} to {seen.max():g} times", flush=True)
 """
 
 BIN = os.path.dirname(sys.executable)
@@ -72,6 +99,8 @@ class Engine:
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
     def settings(self, text: str = "") -> None:
+        """What syncline.toml says, beside the patience of tests."""
+        self.said = text
         said = text.partition("=")[0].strip()
         patient = [line for line in PATIENT_TOML.splitlines() if line.partition("=")[0].strip() != said]
         (self.folder / "syncline.toml").write_text("\n".join([text, *patient]))
@@ -172,6 +201,10 @@ class Engine:
                 continue
         return found
 
+    def num_workers(self) -> int:
+        """How many workers run in this folder."""
+        return sum(bool(self.members(f"worker-{rank}")) for rank in range(16))
+
     def check_nothing_left(self) -> None:
         until = time.monotonic() + PATIENCE
         while (left := [*self.left(), *map(str, self.cache.rglob("*.token"))]) and time.monotonic() < until:
@@ -191,6 +224,14 @@ class Engine:
 
 def finished_well(output: str, ranks: int) -> bool:
     return re.search(rf"the job has finished: all {ranks} workers ended well", output) is not None
+
+
+def counted_once(output: str) -> int:
+    """The epochs that workers of `COUNTS` have read, each sample once in each of them."""
+    found = [(int(least), int(most)) for least, most in re.findall(r"SEEN (\d+) to (\d+) times", output)]
+    least, most = max(found)
+    assert least == most == max(most for _, most in found) > 0, output
+    return least
 
 
 @pytest.fixture(scope="session")
@@ -215,6 +256,27 @@ def slurm(cluster: Cluster, tmp_path: pathlib.Path) -> Iterator[Engine]:
         yield made
     finally:
         cluster.cancel_all()
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def ray_hosts() -> Iterator[RayHosts]:
+    """Ray with three hosts, for all tests of this run."""
+    made = RayHosts()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def ray(ray_hosts: RayHosts, tmp_path: pathlib.Path) -> Iterator[Engine]:
+    """Commands of the environment that has Ray, in a folder of their own."""
+    path = f"{RAY_BIN}:{os.environ['PATH']}"
+    made = Engine(tmp_path.resolve(), {"PATH": path, "RAY_ADDRESS": ray_hosts.address, **LOOPBACK})
+    try:
+        yield made
+    finally:
         made.close()
 
 

@@ -1,7 +1,7 @@
 """A Ray cluster of several hosts on this machine, by the Python that has Ray: `python ray_hosts.py CPUS h1 h2 h3`.
 
-It says its address, then reads commands from standard input: `lose h2`, `add h2 CPUS`; at the end of the input
-everything ends. All hosts have the address 127.0.0.1.
+It says its address and that of its dashboard, which takes submitted jobs. Then it reads commands from standard input:
+`lose h2`, `add h2 CPUS`; at the end of the input everything ends. All hosts have the address 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import socket
 import sys
+import time
 
 from ray.cluster_utils import Cluster
 
@@ -43,9 +45,16 @@ def kill(pids: list[int]) -> None:
             continue
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 class Hosts:
     def __init__(self, names: list[str], cpus: float) -> None:
-        first = {**_COMMON, "node_name": names[0], "num_cpus": cpus, "include_dashboard": False}
+        first = {**_COMMON, "node_name": names[0], "num_cpus": cpus}
+        first |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": free_port()}
         self._cluster = Cluster(initialize_head=True, connect=False, head_node_args=first)
         self._there = {names[0]: self._cluster.head_node}
         for name in names[1:]:
@@ -55,6 +64,10 @@ class Hosts:
     @property
     def address(self) -> str:
         return self._cluster.address
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{self._cluster.head_node.webui_url}"
 
     def add(self, name: str, cpus: float) -> None:
         self._there[name] = self._cluster.add_node(**_COMMON, node_name=name, num_cpus=cpus, wait=False)
@@ -66,6 +79,11 @@ class Hosts:
         kill([*own, *below(own)])
         self._cluster.remove_node(host, allow_graceful=False)
 
+    def wait_for(self, number: int) -> None:
+        """Until the cluster counts so many hosts."""
+        while len(self._cluster.global_state._live_node_ids()) != number:
+            time.sleep(0.2)
+
     def close(self) -> None:
         own = below([os.getpid()])
         self._cluster.shutdown()
@@ -74,12 +92,14 @@ class Hosts:
 
 def main() -> None:
     hosts = Hosts(sys.argv[2:], float(sys.argv[1]))
-    print(f"address {hosts.address}", flush=True)
+    print(f"address {hosts.address} {hosts.dashboard}", flush=True)
     try:
         for line in sys.stdin:
             command, *words = line.split()
             if command == "lose":
                 hosts.lose(words[0])
+            elif command == "wait":
+                hosts.wait_for(int(words[0]))
             else:
                 hosts.add(words[0], float(words[1]))
             print("done", flush=True)

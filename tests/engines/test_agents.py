@@ -163,26 +163,43 @@ def test_a_member_waits_for_its_agent_and_gets_what_is_known_by_then(agency: Age
     file = msgspec.structs.replace(FILE, given={"no such setting": 1})
     plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
     member = agency.hub.start_at(0, plan, lambda plan: msgspec.structs.replace(plan, host="a", file=file))
-    assert agency.hub.is_awaited(0) and not agency.hub.is_there(0) and member.poll() is None and member.host == "?"
+    assert member.waits and not agency.hub.is_there(0) and member.poll() is None and member.host == "?"
     agency.agent("a")
     assert b"no such setting" in member.output.read()
     wait_until(lambda: member.poll() is not None)
     assert (member.poll(), member.host) == (1, "a")
-    assert agency.hub.is_there(0) and not agency.hub.is_awaited(0)
+    assert agency.hub.is_there(0) and not member.waits
 
 
 def test_an_agent_that_does_not_come_may_be_replaced_or_given_up(agency: Agency) -> None:
+    """Several members may wait for one agent, and only one of them moves; to an agent that comes, and one there."""
     plan = MemberPlan(role="server", name="server-0", host="?", file=FILE)
-    member = agency.hub.start_at(5, plan, lambda plan: plan)
-    agency.hub.await_instead(5, 0)
+    moved, last, lost = (agency.hub.start_at(5, plan, lambda plan: plan) for _ in range(3))
+    agency.hub.move(moved, 0)
     agency.agent("a")
-    agency.hub.gather({"a": 1}, PATIENCE)
-    wait_until(lambda: member.host == "a")
-    member.signal(signal.SIGKILL)
-    wait_until(lambda: member.poll() == -signal.SIGKILL)
-    lost = agency.hub.start_at(6, plan, lambda plan: plan)
-    agency.hub.give_up(6, "cannot be started: no room")
+    wait_until(lambda: not moved.waits)
+    agency.hub.move(last, 0, lambda plan: msgspec.structs.replace(plan, host="a"))
+    for member in (moved, last):
+        assert not member.waits and member.host == "a" and member.poll() is None
+        member.signal(signal.SIGKILL)
+        wait_until(lambda member=member: member.poll() == -signal.SIGKILL)
+        member.output.close()
+    assert lost.waits
+    lost.give_up("cannot be started: no room")
+    moved.give_up("too late")
     assert (lost.poll(), lost.fate, lost.output.read()) == (1, "cannot be started: no room", b"")
+    assert moved.poll() == -signal.SIGKILL
+    lost.output.close()
+
+
+def test_an_agent_that_is_dismissed_is_no_loss(agency: Agency) -> None:
+    """Room on Ray that is given back ends its agent."""
+    agent = agency.agent("a")
+    agency.hub.gather({"a": 1}, PATIENCE)
+    agency.hub.dismiss(0)
+    assert agent.wait(PATIENCE) == 0
+    assert agency.hub.hosts() == [] and agency.said == []
+    agency.hub.dismiss(0)  # it is gone
 
 
 def test_a_member_that_was_ended_while_it_waited_does_not_start(agency: Agency) -> None:

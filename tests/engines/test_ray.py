@@ -1,4 +1,7 @@
-"""Jobs on a real Ray of three hosts on this machine. `make test-engines` makes the environment that has Ray."""
+"""Jobs on a real Ray of three hosts on this machine. `make test-engines` makes the environment that has Ray.
+
+Hosts that come and go are in test_ray_cluster.py.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 from tests.engines.clusters import wait_until
 from tests.engines.conftest import BIN, STEPS, Engine, finished_well
+from tests.engines.rays import on_ray
 from tests.engines.test_ranks import SUMS, sums_of
 
 pytestmark = pytest.mark.engines
-
-#: The commands of the environment that has Ray.
-RAY_BIN = os.environ.get("SYNCLINE_TEST_RAY", str(pathlib.Path(__file__).parents[2] / ".venv-ray" / "bin"))
-
-#: By default Ray would listen at this machine's own address.
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 #: Logistic regression on numbers that every run has alike; the result to the last digit.
 TRAINS = """
@@ -41,66 +38,6 @@ TRAINS = """
     w = job.kv.pull()["w"]
     print(f"RESULT {((x @ w > 0) == y).mean():.4f} {w.tobytes().hex()}", flush=True)
 """
-
-
-class Ray:
-    """The cluster, in a process of its own."""
-
-    def __init__(self) -> None:
-        script = pathlib.Path(__file__).parent / "ray_hosts.py"
-        self._process = subprocess.Popen(
-            [f"{RAY_BIN}/python", str(script), "4", "h1", "h2", "h3"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, **LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0"},
-        )  # fmt: skip
-        self.address = self._said("address ")
-
-    def _said(self, word: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word).strip()
-        raise AssertionError("the Ray cluster has ended")
-
-    def _tell(self, words: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(words + "\n")
-        self._process.stdin.flush()
-        self._said("done")
-
-    def lose(self, host: str) -> None:
-        self._tell(f"lose {host}")
-
-    def add(self, host: str, cpus: int = 4) -> None:
-        self._tell(f"add {host} {cpus}")
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Ray]:
-    if not pathlib.Path(RAY_BIN, "syncline").exists():
-        pytest.skip("there is no environment with Ray: make test-engines makes it")
-    made = Ray()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture
-def ray(cluster: Ray, tmp_path: pathlib.Path) -> Iterator[Engine]:
-    path = f"{RAY_BIN}:{os.environ['PATH']}"
-    made = Engine(tmp_path.resolve(), {"PATH": path, "RAY_ADDRESS": cluster.address, **LOOPBACK})
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def on_ray(*words: str) -> list[str]:
-    return ["syncline", "run", "--on", "ray", "--page", "off", *words]
 
 
 @pytest.mark.smoke

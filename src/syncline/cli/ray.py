@@ -69,9 +69,11 @@ def run_job_on_ray(
                 ray_cluster.check_has({"worker": workers, "server": servers})
             stack.callback(ray_cluster.release, rooms)
             rooms.extend(ray_cluster.reserve("server", servers, "SPREAD") if servers else [])
-            rooms.extend(ray_cluster.reserve("worker", workers, "PACK"))
+            least = int(said.get("least_workers") or 0) // _stages(said) or len(workers)
+            rooms.extend(ray_cluster.reserve("worker", workers[:least], "PACK"))
             seconds = queue_seconds or float(said.get("start_seconds", JobConfig().start_seconds))
             ray_cluster.wait_for_room(rooms, seconds, lambda text: print(f"syncline: {text}", flush=True))
+            rooms.extend(ray_cluster.reserve_as_many("worker", workers[least:]))
             return {**launch, **_settings(said, rooms)}
 
         given, config, target = prepare(told, place)
@@ -90,7 +92,10 @@ def run_job_on_ray(
         sock = stack.enter_context(tcp.bind(host, 0))
         file = jobfile.new(host, sock.getsockname()[1], {"start_seconds": config.start_seconds})
         hub, code = Hub(file, sock, say), 1
-        engine = RayAgents(hub, file, _named(rooms), mark=mark, seconds=config.start_seconds, say=say)
+        engine = RayAgents(
+            hub, file, _named(rooms), mark=mark, seconds=config.start_seconds, say=say,
+            most_workers=0 if config.auto_workers else config.most_workers,
+        )  # fmt: skip
         try:
             code = run_job(given, config, target, screen, make_engine=lambda *_: engine)
         finally:
@@ -114,11 +119,16 @@ def _not_sent(said: Mapping[str, Any]) -> list[str]:
     return [f"/{path.relative_to(here)}" for path in below if path.is_relative_to(here) and path != here]
 
 
+def _stages(said: Mapping[str, Any]) -> int:
+    """Processes of each worker."""
+    return max(1, int(said.get("stages") or 1))
+
+
 def _needs(
     said: Mapping[str, Any], wanted: EachWorker
 ) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
     """What each server and each worker needs."""
-    stages = max(1, int(said.get("stages") or 1))
+    stages = _stages(said)
     bundle = ray_cluster.bundle_of(wanted, stages)
     number = int(said.get("workers") or 0) // stages
     servers = 0 if said.get("exchange") == "ring" else int(said.get("servers", 1))
@@ -133,7 +143,7 @@ def _needs(
 def _settings(said: Mapping[str, Any], rooms: list[Room]) -> dict[str, Any]:
     """Where members are to run, in the words of a job on several hosts. Puts rooms into the order of the members."""
     rooms.sort(key=lambda room: (room.role, room.host if room.role == "worker" else ""))
-    stages = max(1, int(said.get("stages") or 1))
+    stages = _stages(said)
     counts = Counter(room.host for room in rooms if room.role == "worker")
     placed = {
         "workers": 0 if said.get("most_workers") else counts.total() * stages,

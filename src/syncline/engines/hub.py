@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -55,6 +55,15 @@ class AgentMember:
         self.output: IO[bytes] = open(read, "rb")  # noqa: SIM115  # its forwarder closes it
         self._ended = threading.Event()
         self._code: int | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its agent has not come yet."""
+        return self._agent is None and self._code is None
+
+    def give_up(self, why: str) -> None:
+        """Its agent will not come."""
+        self.end(1, why, if_waiting=True)
 
     def poll(self) -> int | None:
         return self._code
@@ -127,6 +136,14 @@ class AgentHere:
         return sum(member.role == role for member in self.members.values())
 
 
+class _Awaiting(NamedTuple):
+    """A member that waits for its agent."""
+
+    member: AgentMember
+    plan: MemberPlan
+    adapt: Adapt
+
+
 class Hub:
     """Accepts agents, and has them start members. A context: at its end all agents end."""
 
@@ -147,7 +164,7 @@ class Hub:
         self._found: list[tuple[MemberPlan, AgentMember, AgentHere, bool]] = []  # that agents brought; whether ended
         self._lock = threading.Condition()
         self._agents: dict[int, AgentHere] = {}  # by their numbers
-        self._awaited: dict[int, tuple[AgentMember, MemberPlan, Adapt]] = {}  # by the numbers of their agents
+        self._awaited: dict[int, list[_Awaiting]] = {}  # by the numbers of their agents
         self._by_endpoint: dict[Endpoint, AgentHere] = {}
         self._trouble: str = ""
         self._num_members, self._closed = 0, False
@@ -255,9 +272,8 @@ class Hub:
                 raise ConfigError(f"agent-{message.number} is there already, or the job is over")
             self._agents[message.number] = self._by_endpoint[request.endpoint] = agent
             self._hold(agent, message.members)
-            if message.number in self._awaited:
-                member, plan, adapt = self._awaited.pop(message.number)
-                member.start_on(agent, adapt(plan))
+            for one in self._awaited.pop(message.number, []):
+                one.member.start_on(agent, one.adapt(one.plan))
             self._lock.notify_all()
         request.reply(Done())
 
@@ -349,33 +365,41 @@ class Hub:
             self._num_members += 1
             member = AgentMember(plan, self._num_members, agent)
             if agent is None:
-                self._awaited[number] = (member, plan, adapt)
+                self._awaited.setdefault(number, []).append(_Awaiting(member, plan, adapt))
                 return member
             agent.members[member.number] = member
         self._send_start(agent, member, adapt(plan))
         return member
 
-    def give_up(self, number: int, why: str) -> None:
-        """The agent of this number will not come; nor will the member that waits for it."""
+    def dismiss(self, number: int) -> None:
+        """Ends this agent, which runs nothing any more: that is no loss."""
         with self._lock:
-            awaited = self._awaited.pop(number, None)
-        if awaited is not None:
-            awaited[0].end(1, why)
+            agent = self._agents.pop(number, None)
+            if agent is not None:
+                del self._by_endpoint[agent.endpoint]
+        if agent is not None:
+            agent.endpoint.mention(wire.EndAgent(0))
 
     def is_there(self, number: int) -> bool:
         """Whether the agent of this number is."""
         with self._lock:
             return number in self._agents
 
-    def is_awaited(self, number: int) -> bool:
-        """Whether a member waits for this agent."""
+    def move(self, member: AgentMember, number: int, adapt: Callable[[MemberPlan], MemberPlan] | None = None) -> None:
+        """A member that waits for its agent gets another one, which may be there. `adapt`: its plan, for that one."""
         with self._lock:
-            return number in self._awaited
-
-    def await_instead(self, before: int, number: int) -> None:
-        """The member that waits for one agent gets another one."""
-        with self._lock:
-            self._awaited[number] = self._awaited.pop(before)
+            for waiting in self._awaited.values():
+                one = next((one for one in waiting if one.member is member), None)
+                if one is None:
+                    continue
+                waiting.remove(one)
+                plan = adapt(one.plan) if adapt is not None else one.plan
+                agent = self._agents.get(number)
+                if agent is not None:
+                    member.start_on(agent, one.adapt(plan))
+                else:
+                    self._awaited.setdefault(number, []).append(one._replace(plan=plan))
+                return
 
     def _send_start(self, agent: AgentHere, member: AgentMember, plan: MemberPlan) -> None:
         agent.endpoint.mention(wire.StartMember(member.number, msgspec.json.encode(plan)))

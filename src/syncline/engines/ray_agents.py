@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pathlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,16 @@ from typing import Any
 
 import msgspec
 
+from syncline.core.units import counted
+from syncline.core.wire.control import Scale
+from syncline.core.wire.message import Done
 from syncline.engines.agent import Agent, AgentPlan
-from syncline.engines.hub import Hub
-from syncline.engines.ray_cluster import Room, find, host_names, ray_module, release, reserve, told
+from syncline.engines.hub import AgentMember, Hub
+from syncline.engines.ray_cluster import Room, find, host_names, last_line, num_on, ray_module, release, reserve, told
 from syncline.errors import SynclineError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
+from syncline.launch.watching import ask
 
 #: For Ray to find room for one more member before the job goes on without waiting; the host's name until then.
 GROW_SECONDS, UNKNOWN_HOST = 1.0, "(Ray is looking for one)"
@@ -31,7 +36,41 @@ AGAIN_SECONDS = 1.0
 PATIENT_SECONDS = 10.0
 #: At the end, for agents to end by themselves.
 END_SECONDS = 5.0
+#: Between two looks at the cluster's hosts, where the job may grow.
+GROW_LOOK_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
+_MOST_NAMES = 4
+#: Exit codes of members that do not come back.
+_LEFT = (0, -signal.SIGTERM)
+
+
+class _Growth:
+    """More workers when hosts join the cluster."""
+
+    def __init__(self, most: int, bundle: Mapping[str, float]) -> None:
+        self._most, self._bundle = most, bundle
+        self._known: set[str] = set(host_names()) if most else set()
+        self._room, self._looked_at = 0, 0.0
+        self.job: JobFile | None = None  # to ask
+
+    def look(self, workers: int, waiting: int, now: float) -> str:
+        """Asks the job for as many more as new hosts have room for; what to say of it."""
+        if not self._most or self.job is None or now - self._looked_at < GROW_LOOK_SECONDS:
+            return ""
+        self._looked_at = now
+        here = set(host_names())
+        self._room += sum(num_on(host, self._bundle) for host in here - self._known)
+        self._known = here
+        wanted = min(self._most, workers + max(0, self._room - waiting))
+        if not self._room or wanted <= workers:
+            self._room = 0
+            return ""
+        try:
+            ask(self.job, Scale(wanted, None), Done)
+        except SynclineError:
+            return ""  # it has not begun, or is ending: another look
+        self._room = 0
+        return f"hosts have joined the Ray cluster: {counted(wanted, 'worker')} from now on"
 
 
 class Holder:
@@ -52,16 +91,18 @@ class Holder:
 
 @dataclasses.dataclass(eq=False)
 class _Held:
-    """A member's room and the actor in it."""
+    """Room, the actor in it, and the member that it is for."""
 
-    name: str
     room: Room
-    number: int = 0  # of its newest agent
+    name: str = ""  # empty: of a member that is about to start
+    process: AgentMember | None = None
+    has_left: bool = False  # the member: another one may have the room
+    number: int = 0  # of the newest agent
     actor: Any = None
     sees_folder: bool = False
     asked_at: float = 0.0
     again_at: float | None = None  # when Ray is asked for another actor
-    is_told: bool = False  # that it waits
+    is_told: bool = False  # that the member waits
 
 
 class RayAgents:
@@ -75,18 +116,21 @@ class RayAgents:
         *,
         mark: pathlib.Path,
         seconds: float,
+        most_workers: int,
         say: Callable[[str], None],
     ) -> None:
-        """`rooms`: of the members that the job starts with. `mark`: a file that hosts with a shared disk see."""
+        """`rooms`: of the members that the job starts with. `mark`: a file that hosts with a shared disk see.
+        `most_workers`: as many as the job may grow to when hosts join the cluster; 0: it does not.
+        """
         self._hub, self._file, self._mark, self._seconds, self._say = hub, file, mark, seconds, say
-        self._held = {name: _Held(name, room) for name, room in rooms.items()}
+        self._held = [_Held(room, name) for name, room in rooms.items()]
         self._bundles = {room.role: room.bundle for room in rooms.values()}
-        self._more: list[Room] = []  # for members that are about to start
         self._num_agents, self._trouble = 0, ""
         self._holder = ray_module().remote(Holder)
         self._looks: dict[Any, tuple[_Held, int]] = {}  # by Ray's reference to the answer: whose, and agent's number
         self._runs: dict[Any, tuple[_Held, int]] = {}
         self._lock = threading.RLock()
+        self._growth = _Growth(most_workers, self._bundles.get("worker", {}))
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ray actors", daemon=True)
         self._watcher.start()
@@ -95,38 +139,68 @@ class RayAgents:
 
     def start(self, plan: MemberPlan) -> MemberProcess:
         """In the member's own room. Its agent may be there already; if not, the member starts when it comes."""
+        self._growth.job = plan.file
         if plan.role == "coordinator":
             return start_member(plan)
         with self._lock:
-            held = self._held.get(plan.name)
-            if held is None:
-                room = next((one for one in self._more if one.role == plan.role), None) or self._another(plan.role)
-                self._more = [one for one in self._more if one is not room]
-                held = self._held[plan.name] = _Held(plan.name, room)
+            held = self._room_for(plan)
+            held.name, held.has_left = plan.name, False
             if held.actor is None or not self._hub.is_there(held.number):
                 held.is_told = False
                 self._begin(held)
-            return self._hub.start_at(held.number, plan, lambda plan: self._placed(plan, held))
+            held.process = self._hub.start_at(held.number, plan, lambda plan: self._placed(plan, held))
+            return held.process
 
     def watch(self, process: MemberProcess) -> int | None:
-        return process.poll()
+        code = process.poll()
+        if code in _LEFT:
+            with self._lock:
+                for held in self._held:
+                    if held.process is process and not held.has_left:
+                        held.has_left = True
+                        self._give_back(held)
+                        break
+        return code
 
     def stop(self, process: MemberProcess, number: int) -> None:
         process.signal(number)
 
     def scale(self, role: str, where: Mapping[str, str]) -> str:
-        room = self._another(role)
-        self._more.append(room)
-        return room.host if find([room], GROW_SECONDS) else UNKNOWN_HOST
+        with self._lock:
+            held = next((one for one in self._held if one.room.role == role and one.has_left), None)
+            if held is not None:
+                held.name, held.has_left = "", False
+                return held.room.host
+            held = self._add(role)
+        return held.room.host if find([held.room], GROW_SECONDS) else UNKNOWN_HOST
 
     def describe(self) -> str:
-        return f"Ray: {', '.join(sorted({held.room.host for held in self._held.values()}))}"
+        return f"Ray: {', '.join(sorted({held.room.host for held in self._held}))}"
+
+    # -- room ---------------------------------------------------------------------------------------------
+
+    def _room_for(self, plan: MemberPlan) -> _Held:
+        """The member's own; else what was asked for last."""
+        own = next((one for one in self._held if one.name == plan.name), None)
+        spare = next((one for one in self._held if not one.name and one.room.role == plan.role), None)
+        if own is not None and spare is not None:
+            spare.has_left = True
+            self._give_back(spare)
+        return own or spare or self._add(plan.role)
+
+    def _add(self, role: str) -> _Held:
+        held = _Held(reserve(role, [self._bundles[role]], "PACK")[0])
+        self._held.append(held)
+        return held
+
+    def _give_back(self, held: _Held) -> None:
+        """Room of its own goes back to Ray; room in a common group stays, for the next member."""
+        if held.room.is_single:
+            self._held.remove(held)
+            self._hub.dismiss(held.number)
+            release([held.room])
 
     # -- actors -------------------------------------------------------------------------------------------
-
-    def _another(self, role: str) -> Room:
-        (room,) = reserve(role, [self._bundles[role]], "PACK")
-        return room
 
     @staticmethod
     def _placed(plan: MemberPlan, held: _Held) -> MemberPlan:
@@ -163,8 +237,9 @@ class RayAgents:
                     for ref in done:
                         self._hear(ref)
                     self._look_after_waiting(time.monotonic())
+                self._grow()
             except Exception as error:  # the cluster's head is away
-                if (trouble := _last(error)) != self._trouble:
+                if (trouble := last_line(error)) != self._trouble:
                     self._trouble = trouble
                     self._say(f"Ray does not answer: {trouble}; members that run go on")
                 time.sleep(AGAIN_SECONDS)
@@ -179,14 +254,14 @@ class RayAgents:
         try:
             answer = ray.get(ref)
         except (errors.RayTaskError, errors.RuntimeEnvSetupError) as error:  # it would happen again
-            self._hub.give_up(number, f"cannot be started on Ray: {_last(error)}")
+            _give_up(held, last_line(error))
         except errors.RayError:  # its process or its host is gone
             held.again_at = time.monotonic() + AGAIN_SECONDS
         else:
             if is_look:
                 self._come(held, *answer)
             else:
-                self._hub.give_up(number, f"cannot be started on Ray: {answer or 'its agent has ended'}")
+                _give_up(held, str(answer or "its agent has ended"))
 
     def _come(self, held: _Held, key: str, sees_folder: bool) -> None:
         """The actor is there: it gets its plan."""
@@ -196,16 +271,31 @@ class RayAgents:
 
     def _look_after_waiting(self, now: float) -> None:
         """Members whose agents are not there: Ray is asked again, and the user told."""
-        for held in self._held.values():
-            if not self._hub.is_awaited(held.number):
+        late = []
+        for held in self._held:
+            if held.process is None or not held.process.waits:
                 continue
             if held.again_at is not None and now > held.again_at:
-                before = held.number
                 self._begin(held)
-                self._hub.await_instead(before, held.number)
+                self._hub.move(held.process, held.number)
             elif not held.is_told and now - held.asked_at > PATIENT_SECONDS:
                 held.is_told = True
-                self._say(f"{held.name} waits for Ray to start it ({told(held.room.bundle)}); see ray status")
+                late.append(held)
+        if len(late) == 1:
+            self._say(f"{late[0].name} waits for Ray to start it ({told(late[0].room.bundle)}); see ray status")
+        elif late:
+            names = ", ".join(held.name for held in late[:_MOST_NAMES])
+            more = f" and {len(late) - _MOST_NAMES} more" if len(late) > _MOST_NAMES else ""
+            self._say(f"{names}{more} wait for Ray to start them; see ray status")
+
+    def _grow(self) -> None:
+        """Hosts have joined the cluster: members that lost theirs have room there first, then there may be more."""
+        with self._lock:
+            there = [held for held in self._held if held.name and not held.has_left]
+            waiting = sum(held.process is not None and held.process.waits for held in there)
+        workers = sum(held.room.role == "worker" for held in there)
+        if told := self._growth.look(workers, waiting, time.monotonic()):
+            self._say(told)
 
     def close(self) -> None:
         """After the hub: agents have ended, or are ended, and Ray has its room back."""
@@ -217,10 +307,9 @@ class RayAgents:
             ray.wait(refs, num_returns=len(refs), timeout=max(0.0, until - time.monotonic()))
         self._is_over.set()
         self._watcher.join(END_SECONDS)
-        release([held.room for held in self._held.values()] + self._more)
+        release([held.room for held in self._held])
 
 
-def _last(error: Exception) -> str:
-    """The last line of Ray's long words: the error itself."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
+def _give_up(held: _Held, why: str) -> None:
+    if held.process is not None:
+        held.process.give_up(f"cannot be started on Ray: {why}")

@@ -19,11 +19,14 @@ from syncline import config as configuration
 from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.launch.processes import LOCAL_HOSTS
+from syncline.launch.versions import InstalledVersions
 
 #: For a connection to the cluster's head, before Ray itself waits for it much longer.
 REACH_SECONDS = 5.0
 #: Between two looks at room that Ray makes; after so long, a line says what is missing.
 _LOOK_SECONDS, _PATIENT_SECONDS = 0.2, 5.0
+#: For room that a job can begin without.
+_SOON_SECONDS = 2.0
 #: Set by `ray job submit`: the runtime environment of the submitted job, as JSON.
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 #: Never part of the working folder on other hosts.
@@ -54,6 +57,7 @@ class Room:
     index: int  # of the bundle in it
     bundle: Mapping[str, float]
     host: str = ""  # where it is, as far as is known
+    is_single: bool = False  # alone in its group: Ray can have it back alone
 
 
 def ray_module() -> Any:
@@ -65,8 +69,8 @@ def ray_module() -> Any:
 
 
 @contextlib.contextmanager
-def connected(left_out: Sequence[str]) -> Iterator[None]:
-    """This process is a driver of the cluster. Other hosts get the working folder, but for `left_out`."""
+def connected(left_out: Sequence[str] | None = None) -> Iterator[None]:
+    """This process is a driver of the cluster. `left_out`: other hosts get the working folder, but for this."""
     ray = ray_module()
     if ray.is_initialized():  # by the program that runs this job
         yield
@@ -74,7 +78,9 @@ def connected(left_out: Sequence[str]) -> Iterator[None]:
     environment = configuration.inherited_environment({})
     _check_reachable(environment.get("RAY_ADDRESS", ""))
     has_folder = b'"working_dir"' in environment.get(_SUBMITTED, "").encode()
-    folder = {} if has_folder else {"working_dir": str(pathlib.Path.cwd()), "excludes": [*_LEFT_OUT, *left_out]}
+    folder: dict[str, Any] = {}
+    if left_out is not None and not has_folder:
+        folder = {"working_dir": str(pathlib.Path.cwd()), "excludes": [*_LEFT_OUT, *left_out]}
     try:
         ray.init(address="auto", runtime_env=folder or None, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
@@ -136,6 +142,11 @@ def totals() -> dict[str, float]:
     return found
 
 
+def free() -> dict[str, float]:
+    """What of this is not in use."""
+    return dict(ray_module().available_resources())
+
+
 def _hosts() -> list[dict[str, Any]]:
     return [one for one in ray_module().nodes() if one["Alive"]]
 
@@ -149,9 +160,15 @@ def bundle_of(wanted: EachWorker, processes: int) -> dict[str, float]:
 
 def num_that_fit(bundle: Mapping[str, float], *, besides: int) -> int:
     """How many such workers have room now, beside so many servers."""
-    free = dict(ray_module().available_resources())
-    free["CPU"] = free.get("CPU", 0.0) - besides * SERVER["CPU"]
-    return max(0, int(min(free.get(name, 0.0) // number for name, number in bundle.items())))
+    left = free()
+    left["CPU"] = left.get("CPU", 0.0) - besides * SERVER["CPU"]
+    return max(0, int(min(left.get(name, 0.0) // number for name, number in bundle.items())))
+
+
+def num_on(key: str, bundle: Mapping[str, float]) -> int:
+    """How many such members a host has room for, with nothing else on it. `key`: Ray's id of the host."""
+    has: Mapping[str, float] = next((one["Resources"] for one in _hosts() if one["NodeID"] == key), {})
+    return int(min((has.get(name, 0.0) // number for name, number in bundle.items()), default=0))
 
 
 def check_has(bundles: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
@@ -187,8 +204,17 @@ def reserve(role: str, bundles: Sequence[Mapping[str, float]], strategy: str) ->
     """Asks Ray for room, all of it or none; it is there once `wait_for_room` says so."""
     ray_module()
     groups = importlib.import_module("ray.util.placement_group")
-    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy, name=f"syncline {role}s")
-    return [Room(role, group, index, bundle) for index, bundle in enumerate(bundles)]
+    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy)
+    return [Room(role, group, k, bundle, is_single=len(bundles) == 1) for k, bundle in enumerate(bundles)]
+
+
+def reserve_as_many(role: str, bundles: Sequence[Mapping[str, float]]) -> list[Room]:
+    """Room for as many of these as there is room for now, each by itself, so that it can be given back by itself."""
+    rooms = [reserve(role, [bundle], "PACK")[0] for bundle in bundles]
+    until = time.monotonic() + _SOON_SECONDS
+    there = [room for room in rooms if find([room], max(_LOOK_SECONDS, until - time.monotonic()))]
+    release([room for room in rooms if room not in there])
+    return there
 
 
 def find(rooms: Sequence[Room], seconds: float = 0.0) -> bool:
@@ -225,8 +251,33 @@ def _missing(rooms: Sequence[Room]) -> str:
     for room in rooms:
         for name, number in room.bundle.items():
             needs[name] += number
-    free = ray_module().available_resources()
-    return f"{told(needs)}, of which {told({name: free.get(name, 0.0) for name in needs})} are free"
+    left = free()
+    return f"{told(needs)}, of which {told({name: left.get(name, 0.0) for name in needs})} are free"
+
+
+def looked_at(look: Callable[[str], tuple[InstalledVersions, bool]], mark: str, seconds: float) -> dict[str, Any]:
+    """What this function finds on each host, by the host's name; an error in words, where Ray could not run it."""
+    ray, strategies = ray_module(), importlib.import_module("ray.util.scheduling_strategies")
+    task, names = ray.remote(look), host_names()
+    refs = {
+        task.options(
+            num_cpus=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(key, soft=False)
+        ).remote(mark): name for key, name in names.items()
+    }  # fmt: skip
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds)
+    found: dict[str, Any] = dict.fromkeys(names.values(), f"did not start a process within {seconds:g} s")
+    for ref in done:
+        try:
+            found[refs[ref]] = ray.get(ref)
+        except Exception as error:
+            found[refs[ref]] = last_line(error)
+    return found
+
+
+def last_line(error: Exception) -> str:
+    """The last line of Ray's long words: the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
 
 
 def release(rooms: Sequence[Room]) -> None:
