@@ -43,7 +43,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="The findings, for machines.")] = False,
     on: Annotated[
         str | None,
-        typer.Option("--on", metavar="ENGINE", help="Check an engine: mpi, torchrun, slurm, kubernetes, ssh."),
+        typer.Option("--on", metavar="ENGINE", help="Check an engine: mpi, torchrun, slurm, ray, kubernetes, ssh."),
     ] = None,
     hosts: Annotated[
         str | None, typer.Option("-H", "--hosts", metavar="a,b", help="Hosts to look at, with --on ssh.")

@@ -10,15 +10,19 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 
 from syncline import config as configuration
 from syncline.cli.checks import Check, Finding
+from syncline.core.units import counted
+from syncline.engines import ray_cluster
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.greeting import greet
 from syncline.launch.hosts import parse_hosts
 from syncline.launch.processes import LOCAL_HOSTS, command_on
 from syncline.launch.rendezvous import HOW, own_token_path, read_token
+from syncline.launch.versions import InstalledVersions, differing, torch_told, versions_here
 from syncline.launch.world import StartedRanks
 
 #: For one process that an engine starts.
@@ -105,6 +109,41 @@ def shared_folder() -> Finding:
     return Finding("ok", f"{here} ({kind or 'kind unknown'})")
 
 
+def ray() -> Finding:
+    return Finding("ok", f"Ray {ray_cluster.ray_module().__version__}")
+
+
+def ray_answers() -> Finding:
+    """The cluster, and what it has in all and now."""
+    with ray_cluster.connected():
+        free, totals = ray_cluster.free(), ray_cluster.totals()
+        has = ray_cluster.told({name: totals.get(name, 0.0) for name in ("CPU", "GPU")})
+        left = ray_cluster.told({name: free.get(name, 0.0) for name in ("CPU", "GPU")})
+        return Finding("ok", f"{counted(len(ray_cluster.host_names()), 'host')}: {has}; {left} are free")
+
+
+def ray_hosts() -> Finding:
+    """Each host: whether it starts a process, with our versions, and sees this folder."""
+    with ray_cluster.connected(), tempfile.NamedTemporaryFile(dir=pathlib.Path.cwd(), prefix=".syncline-") as mark:
+        found = ray_cluster.looked_at(look_from_ray, mark.name, TRY_SECONDS)
+    here, copies = versions_here(), []
+    for host, answer in found.items():
+        if isinstance(answer, str):
+            return Finding("problem", f"{host}: {answer}", "correct what this names; ray logs has Ray's own words")
+        versions, sees = answer
+        if trouble := differing(versions, here, host):
+            return Finding("problem", trouble, "give all hosts the same environment")
+        if told := torch_told(versions, here, host):
+            return Finding("warning", told, "install one version of torch everywhere")
+        copies += [] if sees else [host]
+    folder = f"; {', '.join(copies)} would get a copy of this folder" if copies else "; all see this folder"
+    return Finding("ok", f"{', '.join(found)}: the same versions as here{folder}")
+
+
+def look_from_ray(mark: str) -> tuple[InstalledVersions, bool]:
+    return versions_here(), pathlib.Path(mark).exists()
+
+
 def kubectl() -> Finding:
     path = shutil.which("kubectl")
     if path is None:
@@ -179,6 +218,7 @@ ENGINES: Mapping[str, tuple[Check, ...]] = {
     "mpi": (Check("mpirun", mpi), Check("a process", mpi_starts), Check("token", token)),
     "torchrun": (Check("torchrun", torchrun), Check("a process", torchrun_starts), Check("token", token)),
     "slurm": (Check("Slurm", slurm), Check("the cluster", slurm_answers), Check("working folder", shared_folder)),
+    "ray": (Check("Ray", ray), Check("the cluster", ray_answers), Check("its hosts", ray_hosts)),
     "kubernetes": (Check("kubectl", kubectl), Check("the cluster", cluster_answers)),
 }
 
