@@ -380,9 +380,14 @@ def main() -> int:
         data += chunk
     plan = msgspec.json.decode(data, type=AgentPlan)
     if plan.stays:
+        try:
+            log = _opened_log(plan)
+        except OSError as error:  # while somebody still hears it
+            sys.stderr.write(f"{plan.name} cannot write its log {plan.log}: {error.strerror or error}\n")
+            return GONE
         if os.fork():
             os._exit(0)
-        _leave_the_starter(plan)
+        _leave_the_starter(log)
     else:
         lifeline.hold()
     try:
@@ -392,17 +397,19 @@ def main() -> int:
         return GONE
 
 
-def _leave_the_starter(plan: AgentPlan) -> None:
+def _opened_log(plan: AgentPlan) -> int:
+    """A host that does not have the job's folder keeps no log."""
+    log = plan.log if plan.log and os.path.isdir(os.path.dirname(plan.log)) else os.devnull
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+
+
+def _leave_the_starter(log: int) -> None:
     """A session of its own, without the terminal, pipes and connection of the process that has started it."""
     os.setsid()
-    log = os.devnull
-    if plan.log and os.path.isdir(os.path.dirname(plan.log)):
-        log = plan.log
     null = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    for number, own in ((null, 0), (out, 1), (out, 2)):
+    for number, own in ((null, 0), (log, 1), (log, 2)):
         os.dup2(number, own)
-    for number in (null, out):
+    for number in (null, log):
         if number > 2:
             os.close(number)
 

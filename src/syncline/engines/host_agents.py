@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +15,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.engines.agent import AgentPlan
 from syncline.engines.awake import AwakeClock
-from syncline.engines.hub import Hub
-from syncline.errors import ConfigError
+from syncline.engines.hub import AgentMember, Hub
 from syncline.launch.hosts import quietest
 from syncline.launch.processes import MemberPlan, MemberProcess, command_on
 
@@ -53,6 +54,10 @@ class HostAgents:
 
     def close(self) -> None:
         self._is_over.set()
+
+    def number_of(self, host: str) -> int:
+        """The number of this host's agent."""
+        return next(plan.number for plan in self._plans if plan.host == host)
 
     def has_failed(self, host: str) -> bool:
         """Whether the agent of this host could not be started."""
@@ -93,23 +98,30 @@ class HostAgents:
     def _trouble_of_start(self, plan: AgentPlan) -> str:
         """Why it did not start; empty: it did."""
         command = command_on(plan.host, self._remote, self._command)
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=plan.kept,
-                env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
-            )  # fmt: skip
-        except OSError as error:
-            return f"host {plan.host}: {shlex.join(command)} cannot be started: {error}"
-        try:
-            said, _ = process.communicate(msgspec.json.encode(plan) + b"\n", timeout=START_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-        if not process.returncode:
-            return ""
-        words = " ".join(said[-_MOST_WORDS:].decode("utf-8", "replace").split())
-        return f"host {plan.host}: {shlex.join(command)} ended with exit code {process.returncode}: {words}"
+        with tempfile.TemporaryFile() as said:  # a pipe would not end before whatever ssh leaves behind
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=said, stderr=subprocess.STDOUT,
+                    start_new_session=True, pass_fds=plan.kept,
+                    env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
+                )  # fmt: skip
+            except OSError as error:
+                return f"host {plan.host}: {shlex.join(command)} cannot be started: {error}"
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(msgspec.json.encode(plan) + b"\n")
+            how = "ended with exit code {}"
+            try:
+                process.wait(START_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                how = f"did not end within {START_SECONDS:g} s"
+            if not process.returncode:
+                return ""
+            said.seek(0)
+            words = " ".join(said.read()[-_MOST_WORDS:].decode("utf-8", "replace").split())
+        return f"host {plan.host}: {shlex.join(command)} {how.format(process.returncode)}: {words}"
 
 
 class HeldHosts:
@@ -118,26 +130,41 @@ class HeldHosts:
     def __init__(self, hub: Hub, agents: HostAgents, hosts: Sequence[str]) -> None:
         """`hosts`: for servers and workers."""
         self._hub, self._agents, self._hosts = hub, agents, list(hosts)
+        self._waiting: dict[AgentMember, AwakeClock] = {}
 
     def start(self, plan: MemberPlan) -> MemberProcess:
-        """On the host of its plan; if its agent does not come back, on the quietest of the others."""
-        clock = AwakeClock()
-        while (process := self._hub.start(plan)) is None:
-            waited, others = clock.seconds(), self._here()
-            if waited > PATIENT_SECONDS:
-                raise ConfigError(f"{plan.name} cannot be started: there is no agent on {plan.host}")
-            is_hopeless = self._agents.has_failed(plan.host) or waited > ELSEWHERE_SECONDS
-            if is_hopeless and others and plan.role != "coordinator":
-                place = quietest(plan.role, self._hub.where(), others)
-                plan = msgspec.structs.replace(plan, host=place, place=None)
-            time.sleep(_LOOK_SECONDS)
+        """On the host of its plan. While its agent is away the member waits for it; if that does not come back, it
+        starts on the quietest of the others. Nobody waits here: the launcher has signals to hear.
+        """
+        process = self._hub.start(plan)
+        if process is None:
+            process = self._hub.start_at(self._agents.number_of(plan.host), plan, lambda plan: plan)
+            self._waiting[process] = AwakeClock()
         return process
+
+    def _look_after_waiting(self) -> None:
+        for member, clock in list(self._waiting.items()):
+            waited, others = clock.seconds(), self._here()
+            is_hopeless = self._agents.has_failed(member.host) or waited > ELSEWHERE_SECONDS
+            if member.waits and is_hopeless and others and member.role != "coordinator":
+                self._move(member, quietest(member.role, self._hub.where(), others))
+            elif member.waits and waited > PATIENT_SECONDS:
+                member.give_up(f"cannot be started: there is no agent on {member.host}")
+            if not member.waits:
+                del self._waiting[member]
+
+    def _move(self, member: AgentMember, host: str) -> None:
+        def adapt(plan: MemberPlan) -> MemberPlan:
+            return msgspec.structs.replace(plan, host=host, place=None)
+
+        self._hub.move(member, self._agents.number_of(host), adapt)
 
     def _here(self) -> list[str]:
         here = self._hub.hosts()
         return [host for host in self._hosts if host in here]
 
     def watch(self, process: MemberProcess) -> int | None:
+        self._look_after_waiting()
         return process.poll()
 
     def stop(self, process: MemberProcess, number: int) -> None:
