@@ -86,3 +86,16 @@ def test_versions_that_differ_are_named_before_anything_is_sent(
 def test_a_host_that_does_not_answer_is_named(here: pathlib.Path, remote: str, seconds: float, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         greet(["a"], remote, "train.py", seconds)
+
+
+def test_files_have_a_deadline_of_their_own(
+    here: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow line does not take the time of the greeting; here the other side takes the greeting, and no file."""
+    monkeypatch.setattr(greeting, "SEND_SECONDS", 0.5)
+    remote = tmp_path / "prefix"
+    remote.write_text(f"#!{sys.executable}\n{SWAPPED.format(here=here, there=tmp_path / 'there')}")
+    remote.write_text(remote.read_text().replace("while data", "import time; time.sleep(600)\nwhile data"))
+    remote.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"host a: .* has not taken the files within 0\.5 s"):
+        greet(["a"], f"{remote} {{host}}", "train.py", PATIENCE, sync_code=True)

@@ -31,6 +31,8 @@ from syncline.launch.versions import InstalledVersions, differing, torch_told, v
 #: Begins the other side's lines: a login may print others.
 _MARK = "syncline-host "
 _MOST_AT_ONCE = 16
+#: For all files of the working folder to reach a host, once it has answered.
+SEND_SECONDS = 900.0
 _MOST_WORDS = 1000
 
 
@@ -126,14 +128,12 @@ def _visit(host: str, visit: Visit) -> HostAnswer:
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"host {host}: {shlex.join(command)} cannot be started: {error}") from None
-        timer = threading.Timer(visit.seconds, process.kill)
-        timer.start()
+        deadline = _Deadline(process, visit.seconds, "has not answered")
         try:
-            answer = _talk(process, host, greeting, visit)
+            answer = _talk(process, host, greeting, visit, deadline)
             code = process.wait()
         finally:
-            is_late = timer.finished.is_set()
-            timer.cancel()
+            how = deadline.end()
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
@@ -143,7 +143,7 @@ def _visit(host: str, visit: Visit) -> HostAnswer:
         if code or answer is None:
             errors.seek(0)
             words = " ".join(errors.read()[-_MOST_WORDS:].decode("utf-8", "replace").split())
-            how = f"has not answered within {visit.seconds:g} s" if is_late else f"ended with exit code {code}"
+            how = how or f"ended with exit code {code}"
             raise ConfigError(
                 f"host {host}: {shlex.join(command)} {how}{f': {words}' if words else ''}; each host needs the same "
                 "Python, with the same version of syncline, at the same path"
@@ -151,7 +151,33 @@ def _visit(host: str, visit: Visit) -> HostAnswer:
     return answer
 
 
-def _talk(process: subprocess.Popen[bytes], host: str, greeting: Greeting, visit: Visit) -> HostAnswer | None:
+class _Deadline:
+    """Ends a process that is late with what it is to do now."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float, failing: str) -> None:
+        self._process = process
+        self._begin(seconds, failing)
+
+    def _begin(self, seconds: float, failing: str) -> None:
+        self._told = f"{failing} within {seconds:g} s"
+        self._timer = threading.Timer(seconds, self._process.kill)
+        self._timer.start()
+
+    def next(self, seconds: float, failing: str) -> None:
+        if self.end():
+            return  # it is being killed
+        self._begin(seconds, failing)
+
+    def end(self) -> str:
+        """What it was late with; empty: with nothing."""
+        is_late = self._timer.finished.is_set()
+        self._timer.cancel()
+        return self._told if is_late else ""
+
+
+def _talk(
+    process: subprocess.Popen[bytes], host: str, greeting: Greeting, visit: Visit, deadline: _Deadline
+) -> HostAnswer | None:
     """Its answer; None: it has ended before."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -172,6 +198,7 @@ def _talk(process: subprocess.Popen[bytes], host: str, greeting: Greeting, visit
         raise ConfigError(trouble)
     with contextlib.suppress(BrokenPipeError):
         if visit.files is not None and not answer.shares_folder:
+            deadline.next(SEND_SECONDS, "has not taken the files")
             send(visit.folder, visit.files, process.stdin)
         elif not answer.sees_script:
             raise ConfigError(
