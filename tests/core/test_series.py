@@ -40,8 +40,8 @@ def test_what_is_not_finite_does_not_spoil_a_mean() -> None:
 
 
 def test_many_metrics_have_few_points_each() -> None:
-    assert most_points(1) == most_points(100) == 4_000
-    assert most_points(1_000) == 400 and most_points(100_000) == 200
+    assert most_points(1) == most_points(75) == 4_000
+    assert most_points(1_000) == 300 and most_points(100_000) == 200
 
 
 def totals(at: float, *members: MemberTotals, step: int = 0, waits: tuple[Wait, ...] = ()) -> JobTotals:

@@ -12,7 +12,7 @@ import pathlib
 import pytest
 
 from syncline.core.media import MOST_MEDIA, MediaItem
-from syncline.core.series import JOB, MEMBER, point
+from syncline.core.series import JOB, MEMBER, Point, merge_points, point
 from syncline.errors import StoreError
 from syncline.store import media, series
 from syncline.store.lines import LinesWriter, parts, read_lines
@@ -94,6 +94,28 @@ def test_a_long_curve_is_bounded_and_keeps_its_extremes(path: pathlib.Path, monk
     writer.close()
 
 
+@pytest.mark.parametrize("most", [1, 7, 33, 99, 100, 1_000])
+def test_merged_points_have_the_mean_and_the_extremes(path: pathlib.Path, most: int) -> None:
+    """As `merge_points` makes them, of points that stand for several readings too. Some have no value; steps go back
+    where a job begins again at a checkpoint."""
+    writer, reader = SeriesWriter(path), SeriesReader(path)
+    values = [math.nan if k % 5 == 0 or 40 <= k < 60 else math.sin(k) for k in range(100)]
+    points = [
+        Point(float(k if k < 50 else k - 30), float(k), value, value - 1.0, value + 2.0, 1 + k % 3)
+        for k, value in enumerate(values)
+    ]
+    writer.write(1.0, {}, [("loss", one) for one in points])
+    writer.close()
+    stride = -(-len(points) // most)
+    wanted = [merge_points(points[k : k + stride]) for k in range(0, len(points), stride)]
+    found = reader.curve("loss", most=most)
+    assert [found.step, found.at] == [[one.step for one in wanted], [one.at for one in wanted]]
+    for column in ("value", "low", "high"):
+        told = [math.nan if value is None else value for value in getattr(found, column)]
+        assert told == pytest.approx([getattr(one, column) for one in wanted], nan_ok=True)
+    assert reader.curves(["gone", "loss"])["gone"].step == []
+
+
 def test_too_many_metrics_are_left_out(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series, "MOST_METRICS", 20)
     writer = SeriesWriter(path)
@@ -135,6 +157,23 @@ def test_lines_stay_bounded_and_old_ones_get_sparse(tmp_path: pathlib.Path) -> N
     gaps = [b - a for a, b in itertools.pairwise(numbers)]
     assert gaps[-100:] == [1] * 100 and max(gaps[:100]) > 1, "the newest are whole, the oldest are thinned"
     assert [line["k"] for line in read_lines(path, 10).lines] == list(range(19_990, 20_000))
+
+
+def test_of_a_large_file_only_the_newest_parts_are_read(tmp_path: pathlib.Path) -> None:
+    """A damage in an old part hides no new line; all lines have it. A part that has just begun is not enough."""
+    path = tmp_path / "events.jsonl"
+    writer = LinesWriter(path, 40_000)
+    for k in range(1_000):
+        writer.write([{"k": k, "text": "x" * 20}])
+    writer.close()
+    first, *_, last = parts(path)
+    first.write_bytes(b"damage\n")
+    found = read_lines(path, 10)
+    assert [line["k"] for line in found.lines] == list(range(990, 1_000)) and found.damage == ""
+    assert read_lines(path, 1_000).lines == [] and first.name in read_lines(path, 1_000).damage
+    path.write_bytes(b"")
+    in_last = [json.loads(line)["k"] for line in last.read_text().splitlines()]
+    assert [line["k"] for line in read_lines(path, 5).lines] == in_last[-5:]
 
 
 def test_a_line_cut_off_by_a_crash_is_taken_away(tmp_path: pathlib.Path) -> None:

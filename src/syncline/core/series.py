@@ -38,7 +38,7 @@ MEMBER = Thinning(
 #: Points of one curve; more are merged in pairs.
 MOST_POINTS = 4_000
 #: Points of all curves together: with many metrics each has fewer.
-MOST_POINTS_IN_ALL = 400_000
+MOST_POINTS_IN_ALL = 300_000
 LEAST_POINTS = 200
 
 Row = Mapping[str, float]

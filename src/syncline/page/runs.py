@@ -117,8 +117,7 @@ class Runs:
         return self._reader(name).rows(member, since=since)
 
     def curves(self, name: str, metrics: list[str], most: int) -> CurveSet:
-        reader = self._reader(name)
-        return CurveSet(curves={metric: reader.curve(metric, most=most) for metric in metrics})
+        return CurveSet(curves=self._reader(name).curves(metrics, most=most))
 
     def metrics(self, name: str) -> list[str]:
         return self._reader(name).metrics()

@@ -113,9 +113,12 @@ class LinesFound(msgspec.Struct, frozen=True):
 
 
 def read_lines(path: pathlib.Path, most: int) -> LinesFound:
-    """The newest lines, at most so many, up to the first one that is damaged. A missing file has none."""
+    """The newest lines, at most so many, up to the first one that is damaged. A missing file has none.
+
+    Only the newest parts that have so many lines are read.
+    """
     found: list[dict[str, Any]] = []
-    lines = Lines(path, dict[str, Any])
+    lines = Lines(path, dict[str, Any], most)
     for line in lines:
         found.append(line)
         if len(found) > 2 * most:
@@ -129,17 +132,15 @@ T = TypeVar("T")
 class Lines(Generic[T]):
     """The lines of a file and of its parts, oldest first, up to the first one that is damaged."""
 
-    def __init__(self, path: pathlib.Path, kind: type[T]) -> None:
-        """`kind`: what each line is."""
-        self._path, self._decoder = path, msgspec.json.Decoder(kind)
+    def __init__(self, path: pathlib.Path, kind: type[T], least: int | None = None) -> None:
+        """`kind`: what each line is. `least`: only the newest parts, which have so many lines or more."""
+        self._path, self._decoder, self._least = path, msgspec.json.Decoder(kind), least
         self.damage = ""  #: where reading ended before the end of the file, and why
 
     def __iter__(self) -> Iterator[T]:
         path = self._path
         try:
-            for part in (*parts(path), path):
-                if not part.exists():
-                    continue
+            for part in self._parts():
                 with open(part, "rb") as file:
                     for number, line in enumerate(_bounded(file), 1):
                         if not line.endswith(b"\n"):
@@ -158,6 +159,18 @@ class Lines(Generic[T]):
                         yield decoded
         except OSError as error:
             self.damage = f"{path.name}: {error.strerror or error}"
+
+    def _parts(self) -> list[pathlib.Path]:
+        """The files to read, oldest first."""
+        found = [part for part in (*parts(self._path), self._path) if part.exists()]
+        if self._least is None:
+            return found
+        num_lines = 0
+        for place in range(len(found) - 1, -1, -1):
+            if num_lines >= self._least:
+                return found[place + 1 :]
+            num_lines += found[place].read_bytes().count(b"\n")
+        return found
 
 
 def _bounded(file: Any) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from syncline.core.media import MediaItem
 from syncline.core.metrics import MOST_METRICS
-from syncline.core.series import JOB, MEMBER, Curve, Point, Thinning, merge_points, merged, most_points, slot_of
+from syncline.core.series import JOB, MEMBER, Curve, Point, Thinning, merged, most_points, slot_of
 from syncline.errors import StoreError
 from syncline.store import media as media_table
 from syncline.store.media import MediaEntry, MediaTable
@@ -43,6 +43,14 @@ _TABLES: Final = (
     "CREATE TABLE points (metric INTEGER NOT NULL, number INTEGER NOT NULL, step REAL NOT NULL, at REAL NOT NULL, "
     "value REAL, low REAL, high REAL, count INTEGER NOT NULL, PRIMARY KEY (metric, number)) WITHOUT ROWID",
     "CREATE TABLE facts (name TEXT PRIMARY KEY, content BLOB NOT NULL) WITHOUT ROWID",
+)
+#: Each `stride` points of a metric as one: step and time of the last of them, and the mean, least and most of those
+#: that have a value.
+_MERGED: Final = (
+    "SELECT step, at, mean, least, most FROM (SELECT max(number) AS last, "
+    "sum(value * count) / sum(CASE WHEN value IS NULL THEN 0 ELSE count END) AS mean, "
+    "min(low) AS least, max(high) AS most FROM points WHERE metric = :metric GROUP BY number / :stride) "
+    "JOIN points ON metric = :metric AND number = last ORDER BY number"
 )
 #: Ids and values of a row's columns.
 _CELLS: Final = np.dtype([("id", "<u2"), ("value", "<f4")])
@@ -322,23 +330,24 @@ class SeriesReader:
 
     def curve(self, metric: str, *, most: int = 1_200) -> CurvePoints:
         """The points of a metric; empty for one that is not there. More points than `most` are merged."""
+        return self.curves([metric], most=most)[metric]
+
+    def curves(self, metrics: Sequence[str], *, most: int = 1_200) -> dict[str, CurvePoints]:
+        """Each of these metrics, as `curve`."""
         with self._reading() as db:
-            rows = db.execute(
-                "SELECT step, at, value, low, high, count FROM points JOIN metrics ON id = metric "
-                "WHERE name = ? ORDER BY number",
-                (metric,),
-            ).fetchall()
-        points = [_point(row) for row in rows]
-        step = -(-len(points) // max(1, most))
-        if step > 1:
-            points = [merge_points(points[k : k + step]) for k in range(0, len(points), step)]
-        return CurvePoints(
-            [one.step for one in points],
-            [one.at for one in points],
-            [_finite(one.value) for one in points],
-            [_finite(one.low) for one in points],
-            [_finite(one.high) for one in points],
-        )
+            return {metric: _curve(db, metric, most) for metric in metrics}
+
+
+def _curve(db: sqlite3.Connection, metric: str, most: int) -> CurvePoints:
+    """Points are merged in SQLite, as `merge_points` does it: a long run has many metrics."""
+    found = db.execute("SELECT id, max(number) FROM points JOIN metrics ON id = metric WHERE name = ?", (metric,))
+    number, last = found.fetchone()
+    if last is None:
+        return CurvePoints([], [], [], [], [])
+    stride = -(-(last + 1) // max(1, most))
+    rows = db.execute(_MERGED, {"metric": number, "stride": stride}).fetchall()
+    step, at, value, low, high = (list(column) for column in zip(*rows, strict=True))
+    return CurvePoints(step, at, value, low, high)
 
 
 def _thinning(subject: str) -> Thinning:

@@ -1,6 +1,8 @@
 // What the page knows of a run: asked for once, then added to by each look.
 
 const MOST_ROWS = 1500, MOST_POINTS = 3000;
+// Of each metric when a run is opened: as many as a wide screen has pixels for.
+const FIRST_POINTS = 600;
 
 export async function get(path, values = {}) {
   const query = new URLSearchParams();
@@ -17,7 +19,7 @@ export async function curvesOf(name, metrics) {
   const found = {};
   for (let k = 0; k < metrics.length; k += 32) {
     const part = metrics.slice(k, k + 32);
-    Object.assign(found, (await get(`${of(name)}/curves`, { name: part, most: 1000 })).curves);
+    Object.assign(found, (await get(`${of(name)}/curves`, { name: part, most: FIRST_POINTS })).curves);
   }
   return found;
 }
