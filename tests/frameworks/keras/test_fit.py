@@ -171,11 +171,11 @@ def test_a_worker_killed_in_the_middle_of_fit_comes_back(commands: Commands, way
     assert "worker-1 was killed by SIGKILL" in output
     assert (one["life"], other["life"]) == (1, 2), output
     assert one["epochs"] == [0, 1, 2, 3, 4, 5]
-    assert other["epochs"] and other["epochs"][0] >= 2 and other["epochs"][-1] == 5
+    assert other["epochs"] and other["epochs"][0] >= 1 and other["epochs"][-1] == 5  # in 1, if it is back so soon
     # In epoch 1 the first life had three steps of 8 samples. The samples of its unfinished lease came back.
-    assert one["samples"]["1"] == 256 - 3 * 8 and one["samples"]["0"] < 256, one["samples"]
-    counts = [one["samples"][str(n)] + other["samples"].get(str(n), 0) for n in range(2, 6)]
-    assert counts == [256] * 4, (one["samples"], other["samples"])
+    counts = [one["samples"][str(n)] + other["samples"].get(str(n), 0) for n in range(1, 6)]
+    assert counts == [256 - 3 * 8] + [256] * 4, (one["samples"], other["samples"])
+    assert one["samples"]["0"] < 256, one["samples"]
     assert one["rate"] == other["rate"] == pytest.approx(0.01)
     num = len(other["epochs"])
     assert other["history"]["loss"] == one["history"]["loss"][-num:]
