@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import pytest
+from tests.engines.clusters import wait_until
 from tests.engines.conftest import STEPS, Engine
 from tests.engines.test_manifest import made, pods_of
 from tests.patience import PATIENCE
@@ -110,6 +111,16 @@ class Pods:
         self._hosts = engine.folder / "hosts"
         self._hosts.write_text(f"127.0.0.1 localhost {host}\n")
 
+    def status(self) -> list[str]:
+        """The members of the job, as `syncline status` in the coordinator's pod shows them."""
+        file = self._engine.folder / "here.json"
+        if not file.exists():
+            file.touch(mode=0o600)
+            said = json.loads((self._secret / "job.json").read_bytes())
+            file.write_text(json.dumps({**said, "host": "127.0.0.1"}))
+        code, output = self._engine.run(["syncline", "status", str(file), "--json"])
+        return [member["name"] for member in json.loads(output)["members"]] if code == 0 else []
+
     def start(self, role: str, index: int = 0) -> subprocess.Popen[str]:
         (container,) = self._specs[role]["containers"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -128,8 +139,8 @@ class Pods:
 
 @pytest.mark.parametrize("plain", [["--plain"], []], ids=["jobs", "jobset"])
 def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members start before the coordinator. A worker is killed; the same command brings it back. SIGTERM is an
-    eviction, and that a leave."""
+    """Members start before the coordinator. A worker is killed, then a server, whose slices have a second replica;
+    the same commands bring them back. SIGTERM is an eviction, and that a leave."""
     monkeypatch.chdir(engine.folder)
     engine.script(STEPS)
     engine.leave_out_torch()
@@ -144,6 +155,14 @@ def test_the_pods_of_a_job_as_processes(engine: Engine, plain: list[str], monkey
     workers[1] = pods.start("worker", 1)
     second = engine.lives("worker-1", 2, coordinator)[1]
     assert float(second[2]) < 0, "the second life began with the parameters of the job"
+    (server,) = engine.members("server-1")
+    os.kill(server, signal.SIGKILL)
+    assert servers[1].wait(PATIENCE) != 0
+    engine.goes_on("worker-0")
+    wait_until(lambda: "server-1" not in pods.status(), "server-1 is not missed")
+    servers[1] = pods.start("server", 1)
+    wait_until(lambda: "server-1" in pods.status(), "server-1 has not come back")
+    engine.goes_on("worker-1")
     workers[0].terminate()
     code, output = engine.finish(workers[0])
     assert code == 0, output
