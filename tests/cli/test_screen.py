@@ -59,6 +59,13 @@ def test_the_line_has_samples_epoch_time_left_and_shares() -> None:
     )
 
 
+def test_of_many_that_are_missing_at_the_start_some_are_named() -> None:
+    told = msgspec.structs.replace(standings(1.0, {}), formed=False, missing=[f"worker-{k}" for k in range(64)])
+    assert TerminalScreen("async", Clock()).describe(told) == (
+        "starting: waiting for worker-0, worker-1, worker-2, worker-3, worker-4, worker-5 and 58 more"
+    )
+
+
 def test_of_many_workers_the_least_and_the_largest_share() -> None:
     assert line_after(1.0, {f"worker-{k}": 10 + k for k in range(5)}).endswith("shares 17 to 23 %")
 

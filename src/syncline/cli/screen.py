@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from syncline.cli.standing import duration
+from syncline.cli.standing import MOST_MISSING, duration
 from syncline.core.leasing.progress import epoch_told, shares
 from syncline.core.metrics import told
 from syncline.core.pipelining.telling import stages_told
@@ -156,7 +156,8 @@ class TerminalScreen:
 
     def describe(self, standings: Standings) -> str:
         if not standings.formed:
-            return f"starting: waiting for {', '.join(standings.missing)}"
+            named, more = standings.missing[:MOST_MISSING], len(standings.missing) - MOST_MISSING
+            return f"starting: waiting for {', '.join(named)}{f' and {more} more' if more > 0 else ''}"
         now = self._clock()
         if self._began is None:
             self._began = now - standings.seconds
