@@ -81,6 +81,13 @@ def torchrun(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments]
 
 
+def two_ranks(kind: str, *command: str) -> list[str]:
+    """Two ranks of this command, by a kind of mpirun or by torchrun."""
+    if kind == "torchrun":
+        return torchrun("--standalone", "--nproc-per-node", "2", "--no-python", *command)
+    return mpirun(kind, 2, *command)
+
+
 class Engine:
     """Starts commands in a folder of its own, and sees that nothing of them is left."""
 
