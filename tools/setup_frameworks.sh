@@ -46,6 +46,6 @@ say "installing $frameworks into $VENV"
 # The build backend is installed too: with it, a later repeat that finds everything in place needs no download.
 install hatchling editables pytest pytest-timeout pytest-xdist hypothesis
 # shellcheck disable=SC2086  # several words
-install --no-build-isolation -e . $frameworks
+install --no-build-isolation -e '.[serve]' $frameworks
 wanted >"$STAMP"
 say "$which is ready"

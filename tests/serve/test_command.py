@@ -73,7 +73,7 @@ def test_versions_are_shown_and_switched_from_the_command_line(tmp_path: pathlib
             assert "give a share" in control(tmp_path, "canary", "often", code=2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-    assert "no single model is served here" in control(tmp_path, "status", code=2)
+    assert "no model is served here; start one with syncline serve" in control(tmp_path, "status", code=2)
 
 
 @pytest.mark.slow

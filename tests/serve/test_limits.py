@@ -24,6 +24,31 @@ def test_only_the_token_opens_the_gate(tmp_path: pathlib.Path) -> None:
     Gate("", 0.0).check_token(b"")
 
 
+def test_pages_of_other_sites_may_not_ask_where_no_token_is_needed() -> None:
+    """A name of theirs may lead to 127.0.0.1, so that a browser takes the answers for their own."""
+    gate = Gate("", 0.0, "my-host")
+    for host, origin in (
+        (b"127.0.0.1:8000", b""),
+        (b"localhost", b"http://localhost:8000"),
+        (b"[::1]:8000", b"http://127.0.0.1:8000"),
+        (b"My-Host:80", b"http://my-host"),
+        (b"", b""),
+    ):
+        gate.check_site(host, origin)
+    for host, origin, status in (
+        (b"evil.example:8000", b"", 421),
+        (b"127.0.0.1.evil.example", b"", 421),
+        (b"localhost.evil.example:8000", b"", 421),
+        (b"127.0.0.1:8000", b"http://evil.example", 403),
+        (b"127.0.0.1:8000", b"null", 403),
+        (b"127.0.0.1:8000", b"http://localhost@evil.example", 403),
+    ):
+        with pytest.raises(RequestError) as caught:
+            gate.check_site(host, origin)
+        assert caught.value.status == status
+        Gate("a token of many letters", 0.0).check_site(host, origin)
+
+
 def test_a_token_that_others_can_read_or_guess_is_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "token"
     for text, mode, words in (

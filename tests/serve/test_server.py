@@ -384,7 +384,7 @@ def test_rates_and_tls(served: Any, tmp_path: pathlib.Path) -> None:
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as plain,
             context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
         ):
-            sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             codes.append(int(sock.recv(4096).split()[1]))
     assert server.url.startswith("https://") and codes[0] == 200 and codes[-1] == 429
 
@@ -437,7 +437,7 @@ def test_slow_and_senseless_connections_harm_no_other(served: Any) -> None:
                 if index % 3 == 0:
                     sock.sendall(draw.bytes(300))
                 elif index % 3 == 1:
-                    sock.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nX: ")
+                    sock.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX: ")
             except OSError:
                 pass  # closed already: it was one too many
         with Caller(server.url) as call:
@@ -460,7 +460,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: Any) -> None:
     server = served(body_seconds=0.2)
     for part in (b"", b'{"input":'):
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE) as sock:
-            sock.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n" + part)
+            sock.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n" + part)
             content = b""
             while more := sock.recv(4096):
                 content += more

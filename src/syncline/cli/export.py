@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from syncline.cli.model_options import InputOption, PickOption
 from syncline.errors import ConfigError
 from syncline.launch.folder import JOURNAL
 from syncline.report.reading import read_run
@@ -50,18 +51,8 @@ def export(
         str,
         typer.Option(metavar="FILE.py:NAME", help="The class or function in your file that makes the model."),
     ] = "",
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="NAME:TYPE:SHAPE",
-            help="What the model takes, of one row: image:FP32:1,28,28. Repeat for several. "
-            "[default: by `example` of the file]",
-        ),
-    ] = None,
-    pick: Annotated[
-        str, typer.Option(help="Of a folder: best (the newest, if none is marked as best) or last.")
-    ] = "best",
+    inputs: InputOption = None,
+    pick: PickOption = "best",
     average: Annotated[bool, typer.Option("--average", help="The average that --average ema:DECAY keeps.")] = False,
 ) -> None:
     """Writes trained weights, or the model with them, to files that need no Syncline.

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from syncline.cli.model_options import InputOption, PickOption
 from syncline.core.units import duration
 from syncline.errors import ConfigError
 from syncline.launch.folder import find_job
@@ -40,9 +41,7 @@ def serve(
             "it trains, one consistent cut at each --refresh, and its last ones.",
         ),
     ] = None,
-    pick: Annotated[
-        str, typer.Option(help="Of a folder: best (the newest, if none is marked as best) or last.")
-    ] = "best",
+    pick: PickOption = "best",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
     grpc_port: Annotated[
@@ -51,15 +50,7 @@ def serve(
     name: Annotated[
         str, typer.Option(help="The model's name in paths. [default: that of the class or function]")
     ] = "",
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="NAME:TYPE:SHAPE",
-            help="What the model takes, of one row: image:FP32:1,28,28. Repeat for several. "
-            "[default: by `example` of the file, else one FP32 for each argument]",
-        ),
-    ] = None,
+    inputs: InputOption = None,
     max_batch: Annotated[int, typer.Option(help="Rows of one call of the model, at most.")] = 32,
     max_delay: Annotated[
         str, typer.Option(metavar="TIME", help="How long a request may wait for others while the server is busy.")
@@ -85,10 +76,12 @@ def serve(
     ] = "",
     cert: Annotated[str, typer.Option(metavar="FILE", help="Certificate (PEM), for HTTPS.")] = "",
     key: Annotated[str, typer.Option(metavar="FILE", help="The certificate's key (PEM).")] = "",
-    rate: Annotated[str, typer.Option(help="Most requests of one address, e.g. 100/s. [default: any number]")] = "",
+    rate: Annotated[
+        str, typer.Option(help="Most requests of one address, to each replica, e.g. 100/s. [default: any number]")
+    ] = "",
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes of one request.")] = "64MiB",
-    max_queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 1024,
-    max_connections: Annotated[int, typer.Option(help="Open connections, at most.")] = 1024,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait, in each replica; more are refused.")] = 1024,
+    max_connections: Annotated[int, typer.Option(help="Open connections of each replica, at most.")] = 1024,
     runs: Annotated[
         str, typer.Option(metavar="DIR", help="Folder for the token and the socket of serve-ctl.")
     ] = "runs",

@@ -113,8 +113,9 @@ def _only(runs: str) -> str:
     parent = folder_of(runs, "_").parent
     names = sorted(path.parent.name for path in parent.glob("*/control"))
     if len(names) != 1:
-        there = f"there are {', '.join(names)}; give one with --name" if names else "see --runs"
-        raise ConfigError(f"{parent}: no single model is served here: {there}")
+        if names:
+            raise ConfigError(f"{parent}: there are several models, {', '.join(names)}; give one with --name")
+        raise ConfigError(f"{parent}: no model is served here; start one with syncline serve, or see --runs")
     return names[0]
 
 

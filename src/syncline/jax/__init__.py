@@ -9,8 +9,10 @@
 # transform       `distribute`: the optax transform
 # on_servers, changes, replicas   its three ways to step: by rule, by changes, by mean gradients
 # gradients       `push_pull` and `broadcast`
+# serving         `JaxModel`: a function for `syncline serve`
 
 from syncline.jax.gradients import broadcast, push_pull
+from syncline.jax.serving import JaxModel
 from syncline.jax.transform import distribute
 
-__all__ = ["broadcast", "distribute", "push_pull"]
+__all__ = ["JaxModel", "broadcast", "distribute", "push_pull"]

@@ -8,6 +8,7 @@
 # on_torch, on_tensorflow, on_jax       the same for each backend
 # callback                              Callback: initial values, merged metrics, stop rules, restarts
 # data, passes, tf_source               dataset(): leased batches for `fit`, by epochs; a tf.data.Dataset as a source
+# serving                               KerasModel: a model for `syncline serve`
 # versions                              the lowest that work
 
 from syncline.keras.versions import check_versions, import_keras
@@ -18,5 +19,6 @@ import_keras()
 from syncline.keras.callback import Callback  # noqa: E402  # what is old or missing is named first
 from syncline.keras.data import dataset  # noqa: E402
 from syncline.keras.optimizer import DistributedOptimizer  # noqa: E402
+from syncline.keras.serving import KerasModel  # noqa: E402
 
-__all__ = ["Callback", "DistributedOptimizer", "dataset"]
+__all__ = ["Callback", "DistributedOptimizer", "KerasModel", "dataset"]

@@ -59,7 +59,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         model, steps = self.model, self._checked().steps
         steps.check_values()
         passes.leave(self._job)  # of a fit that failed
-        if steps.add_buffers(_buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
+        if steps.add_buffers(buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
             model.make_train_function(force=True)  # a graph of an earlier fit does not push them
         self._steps = steps
         steps.callback, self.has_ended, self._unread = self, False, {}
@@ -312,7 +312,7 @@ def _as_plain(model: Any) -> Iterator[None]:
             compiled["optimizer"] = given
 
 
-def _buffers_of(model: Any) -> list[Any]:
+def buffers_of(model: Any) -> list[Any]:
     """Variables that are not trained and hold numbers, such as BatchNorm's statistics; not the states of chance."""
     return [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
 

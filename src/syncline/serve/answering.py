@@ -77,7 +77,7 @@ class Answering:
     def listen(self, sock: socket.socket, stack: contextlib.ExitStack, *, shares_port: bool = False) -> None:
         """Answers what arrives there. `shares_port`: other processes listen for gRPC on the same port."""
         config = self._config
-        gate = Gate(self._token, parse_rate(config.rate) if config.rate else 0.0)
+        gate = Gate(self._token, parse_rate(config.rate) if config.rate else 0.0, config.host)
         messages = Protocol(self._name, self._inputs, config.max_body)
         model = ServedModel(
             name=self._name,

@@ -120,7 +120,7 @@ class Application:
                 if error.status == 401:
                     headers = ((b"www-authenticate", b"Bearer"),)
                 # a body that was not read is not waited for
-                must_close = must_close or error.status in (401, 413, 415, 429)
+                must_close = must_close or error.status in (401, 403, 413, 415, 421, 429)
                 if error.status == 405:
                     headers = ((b"allow", b"POST" if "takes POST" in str(error) else b"GET, HEAD"),)
                 reply = _Reply(error.status, protocol.error_body(str(error)), _JSON, headers)
@@ -151,21 +151,29 @@ class Application:
     def _head(self, scope: _Scope, now: float) -> tuple[int | None, bytes | None]:
         """The length of the body and the length of its JSON. Nothing of the body is read before this passes."""
         length, authorization, header_length = None, b"", None
+        host = origin = b""
         for name, value in scope["headers"]:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 19 else None
             elif name == b"authorization":
                 authorization = value
+            elif name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
             elif name == protocol.HEADER_LENGTH:
                 header_length = value
             elif name == b"content-encoding" and value.lower() not in (b"", b"identity"):
                 raise RequestError(415, "the body must not be compressed")
         path = scope["path"]
+        self._gate.check_site(host, origin)
         if not path.startswith("/v2/health/"):
             if not is_page(path):
                 self._gate.check_token(authorization)
             client = scope.get("client")
-            self._gate.check_rate(client[0] if client else "", now)
+            address = client[0] if client else ""
+            # The page asks how the server stands once a second: that must not use up what its user may ask.
+            self._gate.check_rate(f"{address} page" if is_page(path) or path == "/status" else address, now)
         if length is not None and length > self._most_bytes:
             raise RequestError(413, f"the body has {length} bytes; at most {self._most_bytes} are read (--max-body)")
         return length, header_length

@@ -20,6 +20,8 @@ _MOST_CLIENTS = 4096
 _MOST_HEAD_BYTES = 1 << 20
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)/(s|m)")
 _SHORTEST_TOKEN = 16
+#: Names that mean this host, whoever asks; each may have a port, which ssh and containers change.
+_OWN_NAMES = ("localhost", "[::1]")
 
 
 def parse_rate(text: str) -> float:
@@ -59,9 +61,10 @@ def make_token(path: pathlib.Path) -> str:
 class Gate:
     """Checks the bearer token and the rate of each client's address."""
 
-    def __init__(self, token: str, rate: float) -> None:
-        """`rate`: requests per second of one address; 0.0: any."""
+    def __init__(self, token: str, rate: float, host: str = "") -> None:
+        """`rate`: requests per second of one address; 0.0: any. `host`: the name of this host that was given."""
         self._expected = f"Bearer {token}".encode() if token else b""
+        self._names = {*_OWN_NAMES, host.lower()} - {""}
         self._rate = rate
         self._buckets: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
@@ -72,6 +75,23 @@ class Gate:
     def check_token(self, authorization: bytes) -> None:
         if self._expected and not hmac.compare_digest(authorization, self._expected):
             raise RequestError(401, "send the server's token: Authorization: Bearer TOKEN")
+
+    def check_site(self, host: bytes, origin: bytes) -> None:
+        """Without a token everyone on this host may ask, but no page of another site that is open in a browser here:
+        neither under its own name, nor under one that it lets lead here (DNS rebinding).
+        """
+        if self._expected:
+            return
+        if host and not self._is_own(host):
+            raise RequestError(
+                421, "the Host of this request is another host's; ask for localhost, or serve with --token-file"
+            )
+        if origin and not self._is_own(origin.partition(b"://")[2]):
+            raise RequestError(403, "pages of other sites may not ask; serve with --token-file, and let them send it")
+
+    def _is_own(self, host: bytes) -> bool:
+        name = re.sub(r":[0-9]{1,5}$", "", host.decode("latin-1").lower())
+        return name in self._names or bool(re.fullmatch(r"127(\.[0-9]{1,3}){3}", name))
 
     def check_rate(self, address: str, now: float) -> None:
         """A bucket that fills at the rate, and holds one second of it."""

@@ -13,7 +13,9 @@ _ERROR = {"$ref": "#/components/schemas/Error"}
 #: What may happen to a request of any kind, and to one with a body.
 _ANY = {
     "401": "The token is missing or wrong.",
+    "403": "A page of another site asks, and no token is needed.",
     "405": "The path does not take this method.",
+    "421": "The Host is that of another host, and no token is needed.",
     "429": "Too many requests of this address.",
     "500": "The server or the model failed.",
 }

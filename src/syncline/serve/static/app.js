@@ -39,6 +39,17 @@ $("token-form").addEventListener("submit", (event) => {
   begin();
 });
 
+// A link sends no token: what it leads to is fetched, and shown as text.
+for (const link of document.querySelectorAll("footer a")) {
+  link.addEventListener("click", async (event) => {
+    const token = session.get("token");
+    if (!token) return;
+    event.preventDefault();
+    const reply = await fetch(link.getAttribute("href"), { headers: { Authorization: `Bearer ${token}` } });
+    location.assign(URL.createObjectURL(new Blob([await reply.text()], { type: "text/plain" })));
+  });
+}
+
 function say(words) {
   fill($("notices"), ...(words ? [el("div", { class: "notice bad" }, el("span", { class: "mark" }, "!"), el("div", {}, words))] : []));
 }
