@@ -14,6 +14,8 @@ from benchmarks.moving import adam, beside, crowd, finite_check, push_pull, repl
 from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
+from benchmarks.serve_load import flood, follow_latency, followed
+from benchmarks.serving import batching, one_connection, replica_memory, throughput
 from benchmarks.showing import showing
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from benchmarks.starting import start, start_beside_plain
@@ -37,6 +39,7 @@ def all_rows() -> list[Row]:
         *_save_rows(),
         *_memory_rows(),
         *_shown_rows(),
+        *_serve_rows(),
         *_start_rows(),
         *_gpu_rows(),
     ]
@@ -167,6 +170,30 @@ def _shown_rows() -> list[Row]:
         coordinator_processor("hundreds", 192, 8, 0.2, reach=_at_most(1)),
         coordinator_memory_of_many("hundreds-memory", 192, 8, 200e6, reach=_at_most(1)),
         showing("showing", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.02)),
+    ]
+
+
+def _serve_rows() -> list[Row]:
+    models, peers = {"mlp": "Mlp", "lenet": "LeNet"}, ("litserve", "ray")
+    most = {"p50": 1.3, "p99": 1.5}
+    return [
+        *(
+            throughput(f"serve-{tag}-{by}", model, by, reach=Reach("at least", 1.5))
+            for tag, model in models.items()
+            for by in peers
+        ),
+        batching("serve-mlp-batches", "Mlp", reach=Reach("at least", 3)),
+        batching("serve-lenet-batches", "LeNet", reach=Reach("at least", 1.5)),
+        *(
+            one_connection(f"serve-{tag}-{quantile}", model, quantile, reach=_at_most(ratio))
+            for tag, model in models.items()
+            for quantile, ratio in most.items()
+        ),
+        replica_memory("serve-replica", reach=_at_most(1)),
+        flood("serve-flood", reach=_at_most(2)),
+        follow_latency("serve-follow", reach=_at_most(1)),
+        followed("serve-follow-lenet", "lenet", "LeNet", "LeNet, batch 64, Adam", reach=Reach("at least", 0.97)),
+        followed("serve-follow-mlp", "mlp-wide", "Mlp", _WIDE, reach=Reach("at least", 0.97)),
     ]
 
 
