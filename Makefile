@@ -61,7 +61,7 @@ test-frameworks: data ## Keras, TensorFlow, JAX and mixed jobs, each in an envir
 test-engines: setup ## jobs on Open MPI, MPICH, torchrun, Slurm and Ray, manifests for Kubernetes; as root on Debian it installs what is missing
 	@sh tools/test_engines.sh $(ARGS)
 
-test-page: setup ## the web page in a real browser, and a real Prometheus; as root on Debian it installs what is missing
+test-page: setup ## the web page in a real browser, a real Prometheus and a real terminal; as root on Debian it installs what is missing
 	@sh tools/test_page.sh $(ARGS)
 
 screenshots: setup ## the pictures of the page in docs/images, from a real job in a real browser
