@@ -15,7 +15,7 @@ import sys
 import textwrap
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -151,7 +151,54 @@ def test_it_shows_a_running_job_and_follows_it(job: RunningJob, browser: Any) ->
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390, (
         "nothing makes the page itself scroll sideways"
     )
+    phone.evaluate("document.querySelector('#run option').textContent = 'train-20260101-120000-with-a-long-name'")
+    for element in ("#run", "#state", "#overlays", "#theme"):
+        box = phone.locator(element).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, f"{element} is cut off"
     assert errors == []
+
+
+FIRST_CHART = "#metric-charts .card >> nth=0"
+
+
+def step_at(page: Any, place: float) -> int:
+    """The step that the first chart shows there: 0 is its left edge, 1 its right one."""
+    area = page.locator(f"{FIRST_CHART} >> .u-over")
+    box = area.bounding_box()
+    area.hover(position={"x": max(1, place * box["width"] - 2), "y": box["height"] / 2}, force=True)
+    found = re.search(r"step ([\d,]+)", page.locator(f"{FIRST_CHART} >> .tip").inner_text())
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def test_charts_grow_with_the_job(job: RunningJob, browser: Any) -> None:
+    """The page was there before the first step. A part that somebody looks at stays, until a double click."""
+    page, _ = opened(browser, job.link)
+    wait_until(page, "document.querySelectorAll('#metric-charts canvas').length === 2")
+    drawn = "document.querySelector('#metric-charts canvas').toDataURL()"
+    for _ in range(2):
+        before, picture = step_of(page), page.evaluate(drawn)
+        wait_until(page, f"{drawn} !== {json.dumps(picture)}")
+        wait_for(lambda before=before: step_at(page, 1.0) > before + 5)
+    page.locator(FIRST_CHART).scroll_into_view_if_needed()
+    box = page.locator(f"{FIRST_CHART} >> .u-over").bounding_box()
+    at = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.2 * box["width"], at)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], at, steps=5)
+    page.mouse.up()
+    first, last, now = step_at(page, 0.0), step_at(page, 1.0), step_of(page)
+    assert 0 < first < last < now
+    wait_for(lambda: step_of(page) > now + 20)
+    assert abs(step_at(page, 0.0) - first) <= 3 and abs(step_at(page, 1.0) - last) <= 3
+    page.locator(f"{FIRST_CHART} >> .u-over").dblclick()
+    wait_for(lambda: step_at(page, 1.0) > now + 10)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_a_killed_member_is_shown_as_dead(job: RunningJob, browser: Any) -> None:

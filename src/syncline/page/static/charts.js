@@ -18,6 +18,7 @@ export class Chart {
     this.tip = el("div", { class: "tip", hidden: true });
     this.data = [[], ...lines.map(() => [])];
     this.width = 0;
+    this.isDragged = this.isZoomed = false;
     charts.add(this);
     new ResizeObserver(() => this.resize()).observe(this.place);
   }
@@ -48,8 +49,14 @@ export class Chart {
         dash: line.dash, spanGaps: true, points: { show: (plot) => plot.data[0].length < 3, size: 5 },
         fill: this.lines.length === 1 ? color(line.color ?? PALETTE[0]) + "14" : undefined,
       }))],
-      hooks: { drawClear: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.point(plot)] },
+      hooks: { drawClear: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.point(plot)], setSelect: [(plot) => { this.isZoomed ||= plot.select.width > 0; }] },
     }, this.data, this.place);
+    this.isDragged = this.isZoomed = false;
+    this.plot.over.addEventListener("mousedown", () => {
+      this.isDragged = true;
+      addEventListener("mouseup", () => { this.isDragged = false; }, { once: true });
+    });
+    this.plot.over.addEventListener("dblclick", () => { this.isZoomed = false; });
     this.place.append(this.tip);
   }
 
@@ -100,7 +107,8 @@ export class Chart {
     this.data = data;
     this.now.textContent = now;
     if (!this.plot) this.draw();
-    else if (!this.plot.cursor.drag._x) this.plot.setData(data);
+    else if (this.isZoomed || this.isDragged) { this.plot.setData(data, false); this.plot.redraw(); } // the part that is looked at stays
+    else this.plot.setData(data);
   }
 
   setLines(lines) {
