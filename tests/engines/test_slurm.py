@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.engines.clusters import Cluster, wait_until
-from tests.engines.conftest import STEPS, Engine, finished_well
+from tests.engines.conftest import COUNTS, STEPS, Engine, counted_once, finished_well
 from tests.engines.test_ranks import SUMS, sums_of
 
 pytestmark = pytest.mark.engines
@@ -92,20 +92,55 @@ def test_the_loss_of_a_node_is_a_death_and_its_members_start_elsewhere(slurm: En
 
 
 def test_a_job_grows_and_shrinks_in_its_allocation(slurm: Engine) -> None:
-    slurm.script(STEPS)
-    words = ["srun", "-N2", "-n2", "syncline", "run", "-w", "1:4", "--name", "grow", "train.py"]
+    """Meanwhile every sample of every epoch counts once."""
+    slurm.script(COUNTS)
+    words = ["srun", "-N2", "-n2", "syncline", "run", "-w", "1:4", "--policy", "async", "--name", "grow", "train.py"]
     process = slurm.start(words)
     slurm.lives("worker-0", 1, process)
     code, said = slurm.run(["syncline", "scale", "grow", "--workers", "4"])
     assert code == 0, said
     places = [slurm.lives(f"worker-{k}", 1, process)[0][1] for k in range(4)]
     assert len(set(places)) == 2, places
+    slurm.goes_on("worker-3")
     code, said = slurm.run(["syncline", "scale", "grow", "--workers", "2"])
     assert code == 0, said
+    wait_until(lambda: slurm.num_workers() == 2, "none has left")
     slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and "the job has finished" in output, output
+    counted_once(output)
     slurm.check_nothing_left()
+
+
+def test_the_loss_of_the_first_node_requeues_the_job_which_goes_on(slurm: Engine, cluster: Cluster) -> None:
+    """With it the launcher and the coordinator are gone: what was saved counts."""
+    slurm.script(STEPS)
+    words = ["--nodes", "2", "--checkpoint", "saves", "--save-every", "5steps", "--requeue", "--name", "first"]
+    process = slurm.start(batch(*words, "train.py"))
+    first = slurm.lives("worker-0", 1, process)[0][1]
+    slurm.wait_for_save("saves", process)
+    (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
+    cluster.lose(first)
+    try:
+        wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
+        cluster.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes by itself
+        again = slurm.lives("worker-0", 2, process)[-1]
+        assert float(again[2]) < 0, "it began again"
+        slurm.end_steps()
+        code, output = slurm.finish(process)
+        assert code == 0 and finished_well(output, 2), output
+        assert f"the first node of job {job} is lost; the job is requeued" in output, output
+    finally:
+        cluster.start_node(first)
+        cluster.wait_for_nodes()
+
+
+def test_the_doctor_looks_at_the_cluster(slurm: Engine) -> None:
+    code, output = slurm.run(["syncline", "doctor", "--on", "slurm"])
+    words = " ".join(output.split())
+    assert code == 0 and re.search(r"the cluster ok main\*: 4 nodes, up", words), output
+    code, output = slurm.run(["syncline", "doctor", "--on", "slurm"], {"SLURM_CONF": "/nowhere/slurm.conf"})
+    assert code == 1 and "problem" in output and "Traceback" not in output, output
 
 
 def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> None:

@@ -14,7 +14,17 @@ from syncline.cli.run import AS_STEP, prepare
 from syncline.cli.screen import TerminalScreen
 from syncline.engines import slurm
 from syncline.engines.detached import close_folder
-from syncline.engines.slurm_submit import BATCH, EXIT_CODE, Following, Wanted, batch_script, check_here, submit
+from syncline.engines.slurm_submit import (
+    BATCH,
+    EXIT_CODE,
+    Following,
+    Wanted,
+    batch_script,
+    check_here,
+    leave_no_empty_job,
+    output_of,
+    submit,
+)
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.running import run_job, settle_name
 
@@ -24,7 +34,8 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
     try:
         given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
         if step.task:
-            return slurm.follow(step, config)
+            folder = pathlib.Path(config.runs) / config.name
+            return slurm.follow(step, config, lambda: _lost(step, folder))
     except SynclineError as error:
         raise type(error)(f"task {step.task} on {step.host}: {error}") from None
     given, config = settle_name(given, config, target)
@@ -42,9 +53,25 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
                 make_engine=lambda _, fork_server: slurm.engine_of(step, hub, fork_server),
             )  # fmt: skip
             hub.close(code)
-    if configuration.inherited_environment({}).get(AS_STEP):
+    if is_submitted():
         (pathlib.Path(config.runs) / config.name / f"{EXIT_CODE}.{step.job}").write_text(str(code))
     return code
+
+
+def is_submitted() -> bool:
+    """Whether a batch script of ours has started this task."""
+    return bool(configuration.inherited_environment({}).get(AS_STEP))
+
+
+def _lost(step: slurm.SlurmStep, folder: pathlib.Path) -> None:
+    """srun, which shows what tasks write, may be gone with the launcher."""
+
+    def say(text: str) -> None:
+        with open(output_of(folder, step.job), "a") as file:
+            file.write(f"syncline: {text}\n")
+
+    if is_submitted():
+        leave_no_empty_job(folder, step.job, say)
 
 
 def _with_toml(launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +103,7 @@ def run_job_on_slurm(told: Mapping[str, Any], asked: Mapping[str, Any], queue_se
     script = folder / BATCH
     script.write_text(batch_script(wanted, config.name, folder, command, saves=bool(config.checkpoint)))
     job = submit(script)
-    output = folder / f"slurm-{job}.out"
+    output = output_of(folder, job)
     sys.stderr.write(f"syncline: {config.name} is Slurm job {job}; its output is {output}\n")
     if detach:
         sys.stderr.write(f"syncline: squeue -j {job} shows its state, scancel {job} ends it\n")

@@ -144,6 +144,7 @@ class Agent:
         self._successor: subprocess.Popen[bytes] | None = None  # a launcher that this agent has started
         self._num_successors = 0  # since the last one that lasted
         self._is_told_to_end = False
+        self.has_lost_launcher = False  #: which has not said that the job is over
 
     def run(self, seconds: float) -> int:
         """Until the launcher says that the job is over, or is gone; its exit code. `seconds`: to reach it at all.
@@ -295,6 +296,7 @@ class Agent:
         self._post.close()
         if not self._plan.stays:
             self._say("the launcher is gone; this agent ends what it has started")
+            self.has_lost_launcher = True
             return GONE
         if time.monotonic() - begun > LASTING_SECONDS:
             self._num_successors = 0

@@ -182,8 +182,10 @@ def _published(folder: pathlib.Path, file: JobFile) -> Iterator[None]:
             folder.rmdir()
 
 
-def follow(step: SlurmStep, config: JobConfig) -> int:
-    """Every other task: an agent, until the job is over; the job's exit code."""
+def follow(step: SlurmStep, config: JobConfig, lost: Callable[[], None]) -> int:
+    """Every other task: an agent, until the job is over; the job's exit code. `lost`: is called when the launcher is
+    gone without a word.
+    """
     path = meeting_folder(step, config.runs) / MEETING
     begun, said = time.monotonic(), False
     while not path.exists():
@@ -199,7 +201,11 @@ def follow(step: SlurmStep, config: JobConfig) -> int:
             sys.stderr.write(f"syncline: {missing} (waits for {config.start_seconds:g} s)\n")
         time.sleep(_AGAIN_SECONDS)
     plan = AgentPlan(file=jobfile.read(path), host=step.host, number=step.task, preload=config.preload)
-    return Agent(plan).run(config.start_seconds)
+    agent = Agent(plan)
+    code = agent.run(config.start_seconds)
+    if agent.has_lost_launcher:
+        lost()
+    return code
 
 
 def warn_of_gpus(step: SlurmStep, num_gpus: int) -> str:

@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from syncline.engines.awake import AwakeClock
 from syncline.errors import ConfigError
 
 BATCH = "job.sh"
 #: Where task 0 leaves the exit code of the job with this number.
 EXIT_CODE = "exit-code"
+#: Touched by the batch shell while it lives, so often; a shell that has not for so long is gone with its node.
+BEAT, BEAT_SECONDS, SILENT_SECONDS = "alive", 5, 60.0
 #: Between two looks at the queue; for one answer of Slurm.
 LOOK_SECONDS, ANSWER_SECONDS = 1.0, 60.0
 #: Between SIGTERM and the end of the time limit. Slurm sends signals up to a minute early.
@@ -62,7 +65,7 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
     """The script for sbatch: one task per node, which is an agent; the job's launcher runs in the first."""
     said = [
         f"--job-name={name}", f"--nodes={wanted.hosts}", "--ntasks-per-node=1", "--no-kill", "--open-mode=append",
-        f"--output={folder / 'slurm-%j.out'}", "--requeue" if wanted.requeue else "--no-requeue",
+        f"--output={output_of(folder, '%j')}", "--requeue" if wanted.requeue else "--no-requeue",
         f"--cpus-per-task={wanted.cpus_per_host}" if wanted.cpus_per_host else "--exclusive",
     ]  # fmt: skip
     said += [f"--gpus-per-node={wanted.gpus_per_host}"] if wanted.gpus_per_host else []
@@ -70,11 +73,14 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
     said += [f"--partition={wanted.partition}"] if wanted.partition else []
     said += [f"--signal=TERM@{WARN_SECONDS}"] if saves else []
     said += shlex.split(wanted.options)
+    alive = f'{shlex.quote(str(folder / BEAT))}."$SLURM_JOB_ID"'
     verdict = f'{shlex.quote(str(folder / EXIT_CODE))}."$SLURM_JOB_ID"'
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH {shlex.quote(word)}" for word in said),
         f"rm -f {verdict}",  # of an earlier run of a requeued job
+        f"(while touch {alive} 2>/dev/null; do sleep {BEAT_SECONDS}; done) &",
+        "beat=$!",
         f"{shlex.join(step_command(command))} &",
         "step=$!",
         # Slurm may send its signal to this shell too; the step has it, and ends by itself.
@@ -82,6 +88,7 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
         "wait $step; code=$?",
         f"while kill -0 $step 2>/dev/null && [ $code -eq {TERMINATED} ]; do wait $step; code=$?; done",
     ]
+    lines.append(f"kill $beat 2>/dev/null; rm -f {alive}")
     # Tasks of a lost host fail, however the job ends: its own exit code counts.
     lines += [f"[ -s {verdict} ] && code=$(cat {verdict})"]
     if wanted.requeue:
@@ -96,9 +103,42 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
     return "\n".join([*lines, "exit $code", ""])
 
 
+def output_of(folder: pathlib.Path, job: str) -> pathlib.Path:
+    """What a job has shown."""
+    return folder / f"slurm-{job}.out"
+
+
 def step_command(command: Sequence[str]) -> list[str]:
     """A task per node; the job survives the loss of a task or of a node."""
     return ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *command]
+
+
+def leave_no_empty_job(folder: pathlib.Path, job: str, say: Callable[[str], None]) -> None:
+    """In a task that has lost its launcher: where the first node is lost, with the batch shell, Slurm would keep the
+    job running (`--no-kill`), with nothing in it. It is requeued, if it may be, else it ends.
+    """
+    clock, before = AwakeClock(), _beat(folder, job)
+    while clock.seconds() < SILENT_SECONDS:
+        if not before or _beat(folder, job) != before:
+            return  # the shell lives, or has ended: it ends the job
+        time.sleep(LOOK_SECONDS / 4)
+    known = ask(["scontrol", "--oneliner", "show", "job", job]).stdout
+    if "JobState=RUNNING" not in known:
+        return
+    if "Requeue=1" in known:
+        say(f"the first node of job {job} is lost; the job is requeued and goes on from its checkpoint")
+        ask(["scontrol", "requeue", job])
+    else:
+        say(f"the first node of job {job} is lost, and the job ends; --requeue lets it go on")
+        ask(["scancel", job])
+
+
+def _beat(folder: pathlib.Path, job: str) -> float:
+    """When the batch shell has last said that it lives; 0: it has ended in order."""
+    try:
+        return (folder / f"{BEAT}.{job}").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def check_here() -> None:
