@@ -206,3 +206,10 @@ def test_rows_are_put_at_their_places_and_nowhere_else(places: list[int], rows: 
     put(whole, run(np.array(places)), array, run(np.array(rows)))
     wanted[places] = array[rows]
     assert np.array_equal(whole, wanted)
+
+
+def test_a_column_of_tensors_keeps_their_shape() -> None:
+    values = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    tensors = arrow.FixedShapeTensorArray.from_numpy_ndarray(values)
+    assert same(as_array(tensors, "x", "here"), values)
+    assert same(as_array(arrow.chunked_array([tensors.slice(1, 2), tensors.slice(3)]), "x", "here"), values[1:])

@@ -30,7 +30,11 @@ def as_array(column: Any, name: str, where: str) -> Array:
     if types.is_dictionary(kind):
         return as_array(values.dictionary_decode(), name, where)
     if isinstance(values, arrow.ExtensionArray):
-        return as_array(values.storage, name, where)
+        inner, shape = as_array(values.storage, name, where), tuple(getattr(kind, "shape", None) or ())
+        order = list(getattr(kind, "permutation", None) or range(len(shape)))
+        if shape and order == sorted(order):  # a tensor in each row
+            return inner.reshape(len(values), *shape)
+        return inner
     if types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind):
         return _rectangle(values, name, where)
     text = (

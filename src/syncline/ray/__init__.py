@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import secrets
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from syncline.errors import ConfigError, JobFailed
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from syncline.data.table import TableSource
+
+__all__ = ["run", "source"]
 
 _CALL = "syncline.ray.call"
 
@@ -26,6 +31,7 @@ def run(
     cpus_per_worker: float = 1.0,
     gpus_per_worker: float | None = None,
     queue_seconds: float = 0.0,
+    data: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> str:
     """Runs a function in every worker of a job on Ray, as `syncline run --on ray` runs a script; the job's name.
@@ -36,12 +42,14 @@ def run(
     `workers`: a number, or the least and the most, "2:16".
     `gpus_per_worker`: one if the cluster has any.
     `queue_seconds`: for the cluster to have room, also for what it does not have now.
+    `data`: datasets of `ray.data` by names of your own; workers open them with `syncline.ray.source(name)`.
     `settings`: all others, by their names: `policy="async"`.
 
     Raises JobFailed if the job fails; what it has printed says why.
     """
     from syncline.cli.ray import run_job_on_ray
-    from syncline.engines.ray_cluster import EachWorker
+    from syncline.engines.ray_cluster import EachWorker, connected
+    from syncline.ray.data import kept
 
     wanted = EachWorker(
         cpus_per_worker=cpus_per_worker, gpus_per_worker=-1.0 if gpus_per_worker is None else gpus_per_worker
@@ -50,11 +58,27 @@ def run(
         said = msgspec.json.encode(dict(arguments or {})).decode()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"arguments: {error}; they travel as JSON") from None
-    told = {"module": _CALL, "arguments": [*_where(train_fn), said], "workers": str(workers), "servers": servers}
-    code, name = run_job_on_ray({**settings, **told}, wanted, queue_seconds=queue_seconds)
+    where = _where(train_fn)
+    with contextlib.ExitStack() as stack:
+        blocks = b"{}"
+        if data:
+            stack.enter_context(connected())
+            blocks = msgspec.json.encode(stack.enter_context(kept(data, secrets.token_hex(8))))
+        words = [*where, said, blocks.decode()]
+        told = {"module": _CALL, "arguments": words, "workers": str(workers), "servers": servers}
+        code, name = run_job_on_ray({**settings, **told}, wanted, queue_seconds=queue_seconds)
     if code:
         raise JobFailed(f"the job {name} has failed, with exit code {code}")
     return name
+
+
+def source(name: str, columns: Sequence[str] | None = None) -> TableSource:
+    """In a worker of `run(…, data={name: dataset})`: the dataset, for `syncline.data.batches` and
+    `syncline.torch.DataLoader`. Workers share it by leases; each block is read from Ray's object store.
+    """
+    from syncline.ray import data
+
+    return data.source(name, columns)
 
 
 def _where(function: Callable[..., object]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What workers of `syncline.ray.run` run: `python -m syncline.ray.call MODULE|FILE.py FUNCTION ARGUMENTS`"""
+"""What workers of `syncline.ray.run` run: `python -m syncline.ray.call MODULE|FILE.py FUNCTION ARGUMENTS DATA`"""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 
 import msgspec
 
+from syncline.ray.data import RayBlocks, tell
+
 
 def main() -> None:
-    where, name, said = sys.argv[1:]
+    where, name, said, data = sys.argv[1:]
+    if blocks := msgspec.json.decode(data, type=dict[str, RayBlocks]):
+        tell(blocks)
     scope: Any = (
         runpy.run_path(where, run_name="__workers__") if where.endswith(".py") else importlib.import_module(where)
     )
