@@ -139,8 +139,6 @@ def test_the_doctor_looks_at_the_cluster(slurm: Engine) -> None:
     code, output = slurm.run(["syncline", "doctor", "--on", "slurm"])
     words = " ".join(output.split())
     assert code == 0 and re.search(r"the cluster ok main\*: 4 nodes, up", words), output
-    code, output = slurm.run(["syncline", "doctor", "--on", "slurm"], {"SLURM_CONF": "/nowhere/slurm.conf"})
-    assert code == 1 and "problem" in output and "Traceback" not in output, output
 
 
 def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> None:

@@ -82,7 +82,11 @@ def slurm() -> Finding:
     if missing:
         remedy = "run this on a login node of the cluster, or load its module"
         return Finding("problem", f"there is no {', '.join(missing)}", remedy)
-    return Finding("ok", _run(["srun", "--version"]).stdout.strip())
+    try:
+        return Finding("ok", _run(["srun", "--version"]).stdout.strip())
+    except subprocess.TimeoutExpired:  # without a configuration it asks the network for one
+        remedy = "say which cluster: SLURM_CONF, or SLURM_CONF_SERVER"
+        return Finding("problem", f"srun did not answer within {TRY_SECONDS:g} s", remedy)
 
 
 def slurm_answers() -> Finding:
