@@ -66,6 +66,8 @@ def detached(engine: Engine) -> Iterator[Detached]:
 def test_a_killed_launcher_ends_nothing_and_stop_saves_and_ends_all(engine: Engine, detached: Detached) -> None:
     """A worker that is killed afterwards comes back: the next launcher has taken over. attach shows all of it."""
     detached.begin("-w", "2", "--checkpoint", "saves")
+    code, status = engine.run(["syncline", "status", "d"])
+    assert code == 0 and ("it waits for" in status or "worker-0" in status), status
     first = engine.lives("worker-0", 1)[0]
     victim = engine.lives("worker-1", 1)[0]
     launcher = detached.launcher()
@@ -169,7 +171,7 @@ def test_what_is_wrong_is_said(engine: Engine, detached: Detached) -> None:
     assert code == 0, output
     engine.check_nothing_left()
     plain = engine.start(["syncline", "run", "-w", "1", "--name", "p", script])
-    wait_until(lambda: list(engine.folder.glob("runs/p/worker-0.log")), "the job has not begun")
+    engine.wait_for("runs/p/job.json", plain)
     code, output = engine.run(["syncline", "stop", "p"])
     assert code == 2 and "the job p was not started with --detach; Ctrl-C in its terminal" in output, output
     engine.end_steps()

@@ -15,15 +15,20 @@ import typer
 
 from syncline.cli.status import JobArgument, RunsOption, runs_folder
 from syncline.config import JobConfig
+from syncline.core.wire.control import AskStatus, GivenStatus
 from syncline.engines import detached
 from syncline.engines.detached import OUTPUT, DetachedJob
-from syncline.errors import ConfigError, ConnectionLost
-from syncline.launch.folder import DETACHED, EXIT_CODE, holder_of, job_folders
+from syncline.errors import ConfigError, ConnectionLost, SynclineError
+from syncline.launch import jobfile
+from syncline.launch.folder import DETACHED, EXIT_CODE, JOB_FILE, holder_of, job_folders
 from syncline.launch.running import Script, settle_name
+from syncline.launch.watching import ask
 
 _LOOK_SECONDS = 0.1
 #: For an agent to start another launcher; after that, with no launcher and no agent, attach starts one.
 GONE_SECONDS = 3.0
+#: For a job that was started to have a coordinator.
+COORDINATOR_SECONDS = 20.0
 #: For the launcher to hear that the job ends; another one may be on its way.
 HEAR_SECONDS = 20.0
 #: For everything to end, where nothing has to be saved.
@@ -37,13 +42,25 @@ def run_detached(given: dict[str, Any], config: JobConfig, script: Script) -> No
 
     given, config = settle_name(given, config, script)
     start_launcher(FirstLaunch(given=given, script=script))
-    output = JobOutput(pathlib.Path(config.runs) / config.name / OUTPUT)
+    folder = pathlib.Path(config.runs) / config.name
+    _wait_for_coordinator(folder)
+    output = JobOutput(folder / OUTPUT)
     output.show()
     where = f" --runs {config.runs}" if config.runs != "runs" else ""
     sys.stdout.write(
         f"syncline: {config.name} is detached: syncline attach {config.name}{where} shows it, "
         f"syncline stop {config.name}{where} ends it\n"
     )
+
+
+def _wait_for_coordinator(folder: pathlib.Path) -> None:
+    """So that commands about the job find it; a job that has ended, or is slow to start, is left as it is."""
+    until = time.monotonic() + COORDINATOR_SECONDS
+    while _code_of(folder) is None and time.monotonic() < until:
+        with contextlib.suppress(SynclineError, OSError):
+            ask(jobfile.read(folder / JOB_FILE), AskStatus(), GivenStatus, 1.0)
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 def attach(
