@@ -16,6 +16,7 @@ import time
 from ray.cluster_utils import Cluster
 
 MEMORY = 100_000_000
+TRIES = 5
 _COMMON = {"node_ip_address": "127.0.0.1", "object_store_memory": MEMORY}
 
 
@@ -70,7 +71,16 @@ class Hosts:
         return f"http://{self._cluster.head_node.webui_url}"
 
     def add(self, name: str, cpus: float) -> None:
-        self._there[name] = self._cluster.add_node(**_COMMON, node_name=name, num_cpus=cpus, wait=False)
+        """Ray gives a host 30 seconds to start, whatever this machine does meanwhile: then it starts again."""
+        for number in range(TRIES):
+            before = below([os.getpid()])
+            try:
+                self._there[name] = self._cluster.add_node(**_COMMON, node_name=name, num_cpus=cpus, wait=False)
+                return
+            except Exception:
+                kill([pid for pid in below([os.getpid()]) if pid not in before])
+                if number == TRIES - 1:
+                    raise
 
     def lose(self, name: str) -> None:
         """The host is gone at once, with all that runs there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
+import tempfile
 
 import pytest
 
@@ -13,8 +14,12 @@ RAY_BIN = os.environ.get("SYNCLINE_TEST_RAY", str(pathlib.Path(__file__).parents
 
 #: By default Ray would listen at this machine's own address.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-#: By default what Ray starts yields to all else on this machine, which may be busy with other tests.
-_CLUSTER = {**LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+#: By default what Ray starts yields to all else on this machine, which may run other tests; and a host has half a
+#: minute to start, whatever the machine does meanwhile.
+_CLUSTER = {
+    **LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
+}  # fmt: skip
 
 #: The hosts, and the CPUs of each.
 HOSTS, CPUS = ("h1", "h2", "h3"), 4
@@ -27,9 +32,10 @@ class RayHosts:
         if not pathlib.Path(RAY_BIN, "syncline").exists():
             pytest.skip("there is no environment with Ray: make test-engines makes it")
         script = pathlib.Path(__file__).parent / "ray_hosts.py"
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the cluster
         self._process = subprocess.Popen(
             [f"{RAY_BIN}/python", str(script), str(CPUS), *HOSTS],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
             env={**os.environ, **_CLUSTER, "PATH": f"{RAY_BIN}:{os.environ['PATH']}"},
         )  # fmt: skip
         self.address, self.dashboard = self._said("address ").split()
@@ -40,7 +46,8 @@ class RayHosts:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line.removeprefix(word).strip()
-        raise AssertionError("the Ray cluster has ended")
+        self._errors.seek(0)
+        raise AssertionError(f"the Ray cluster has ended: {self._errors.read()[-4000:]}")
 
     def _tell(self, words: str) -> None:
         assert self._process.stdin is not None
@@ -62,6 +69,7 @@ class RayHosts:
 
     def close(self) -> None:
         self._process.communicate()
+        self._errors.close()
 
 
 def on_ray(*words: str) -> list[str]:

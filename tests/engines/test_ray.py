@@ -130,6 +130,31 @@ def test_a_function_runs_in_every_worker(ray: Engine) -> None:
     ray.check_nothing_left()
 
 
+def test_a_host_that_cannot_start_members_is_named(ray: Engine) -> None:
+    """As one without syncline: it would be the same again, so nobody waits for it."""
+    without = ray.folder / "without"
+    without.mkdir()
+    (without / "sitecustomize.py").write_text('import sys\nsys.modules["syncline"] = None\n')
+    script = ray.script(f"""
+        import syncline, syncline.ray
+
+        def train():
+            syncline.init()
+
+        if __name__ == "__main__":
+            import ray
+            ray.init(runtime_env={{"env_vars": {{"PYTHONPATH": {str(without)!r}}}}}, log_to_driver=False)
+            try:
+                syncline.ray.run(train, page="off", max_restarts=0)
+            except syncline.JobFailed as error:
+                print("FAILED", error)
+    """)
+    code, output = ray.run(["python", script])
+    assert code == 0 and "FAILED" in output, output
+    assert re.search(r"(server|worker)-0 cannot be started on Ray: ModuleNotFoundError: .*syncline", output), output
+    ray.check_nothing_left()
+
+
 def test_what_is_wrong_is_named_at_the_start(ray: Engine) -> None:
     script = ray.script(SUMS)
     for words, said in (

@@ -1,14 +1,20 @@
-"""A Ray cluster whose hosts come and go."""
+"""A Ray cluster whose hosts come and go, jobs that are submitted to it, and 64 members."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.engines.clusters import lives, wait_until
-from tests.engines.conftest import STEPS, Engine, finished_well
+from tests.engines.conftest import COUNTS, STEPS, Engine, counted_once, finished_well
 from tests.engines.rays import HOSTS, RayHosts, on_ray
+from tests.engines.test_ranks import SUMS, sums_of
+
+from syncline.launch.folder import LOCK
 
 pytestmark = pytest.mark.engines
 
@@ -48,4 +54,127 @@ def test_the_loss_of_a_host_is_a_death_and_its_members_return_elsewhere(ray: Eng
     code, output = ray.finish(process)
     assert code == 0 and finished_well(output, 3), output
     assert re.search(r"on h3 is lost \(.*\); with it .*worker-", output), output
+    ray.check_nothing_left()
+
+
+def test_workers_grow_and_shrink_with_the_cluster(ray: Engine, hosts: RayHosts) -> None:
+    """Three CPUs of four for each worker: a host has one. Every sample of every epoch counts once."""
+    ray.script(COUNTS)
+    process = ray.start(
+        on_ray("-w", "1:5", "--policy", "async", "--cpus-per-worker", "3", "--name", "grow", "train.py")
+    )
+    for name in ("worker-0", "worker-1", "worker-2"):
+        ray.lives(name, 1, process)
+    hosts.add("h4")
+    fourth = ray.lives("worker-3", 1, process)[0]
+    ray.goes_on("worker-3")
+    hosts.lose("h4")
+    wait_until(lambda: not lives(int(fourth[0])), "worker-3 lives on")
+    ray.goes_on("worker-0")
+    hosts.add("h5")  # worker-3 has waited for it; there is no room for one more
+    ray.lives("worker-3", 2, process)
+    ray.goes_on("worker-3")
+    code, output = ray.run(["syncline", "scale", "grow", "--workers", "2"])
+    assert code == 0, output
+    wait_until(lambda: ray.num_workers() == 2, "none has left")
+    ray.goes_on("worker-0")
+    ray.end_steps()
+    code, output = ray.finish(process)
+    assert code == 0 and "the job has finished" in output, output
+    assert "hosts have joined the Ray cluster: 4 workers from now on" in output, output
+    assert "5 workers from now on" not in output, output
+    counted_once(output)
+    ray.check_nothing_left()
+
+
+def test_what_a_member_leaves_another_one_gets(ray: Engine) -> None:
+    """Room that was given back, and room in the common group, which stays."""
+    ray.script(STEPS)
+    process = ray.start(on_ray("-w", "2:4", "--name", "room", "--cpus-per-worker", "2", "train.py"))
+    for workers in (4, 2, 4, 2, 3):
+        code, output = ray.run(["syncline", "scale", "room", "--workers", str(workers)])
+        if code:  # it has not begun
+            ray.lives("worker-0", 1, process)
+            code, output = ray.run(["syncline", "scale", "room", "--workers", str(workers)])
+        assert code == 0, output
+        wait_until(lambda workers=workers: ray.num_workers() == workers, f"there are not {workers} workers")
+    ray.end_steps()
+    code, output = ray.finish(process)
+    assert code == 0 and "the job has finished" in output, output
+    assert "is lost" not in output, output
+    ray.check_nothing_left()
+
+
+def test_the_doctor_looks_at_the_cluster(ray: Engine) -> None:
+    code, output = ray.run(["syncline", "doctor", "--on", "ray"])
+    words = " ".join(output.split())
+    assert code == 0 and "3 hosts: 12 CPU" in words, output
+    assert re.search(r"(h\d, ){2}h\d: the same versions as here; all see this folder", words), output
+    code, output = ray.run(["syncline", "doctor", "--on", "ray"], {"RAY_ADDRESS": "127.0.0.1:9"})
+    assert code == 1 and "no Ray cluster is there" in " ".join(output.split()), output
+    ray.check_nothing_left()
+
+
+def test_64_workers_on_three_hosts(ray: Engine) -> None:
+    words = ["-w", "64", "-s", "2", "--cpus-per-worker", "0.125", ray.script(SUMS)]
+    code, output = ray.run(on_ray(*words))
+    assert code == 0, output
+    sums_of(output, 64)
+    ray.check_nothing_left()
+
+
+def submitted(ray: Engine, hosts: RayHosts, name: str, *words: str) -> subprocess.Popen[str]:
+    """`ray job submit` of a command that runs in the engine's folder, as on a disk that all hosts see."""
+    command = ["ray", "job", "submit", "--address", hosts.dashboard, "--submission-id", name, "--"]
+    environment = [f"PYTHONPATH={ray.environment['PYTHONPATH']}"] if "PYTHONPATH" in ray.environment else []
+    return ray.start([*command, "env", "-C", str(ray.folder), *environment, *words])
+
+
+def test_a_submitted_job_ends_with_its_own_outcome(ray: Engine, hosts: RayHosts) -> None:
+    ray.script(SUMS)
+    code, output = ray.finish(submitted(ray, hosts, "sums", *on_ray("-w", "2", "train.py")))
+    assert code == 0, output
+    sums_of(output, 2)
+    ray.script("raise SystemExit(3)")
+    code, output = ray.finish(submitted(ray, hosts, "fails", *on_ray("-w", "2", "--max-restarts", "0", "train.py")))
+    assert code != 0 and "the job has failed" in output, output
+    ray.check_nothing_left()
+
+
+def test_a_submitted_job_brings_its_own_folder(ray: Engine, hosts: RayHosts) -> None:
+    """`--working-dir`: the launcher and its members run in Ray's copies of it."""
+    ray.script(SUMS)
+    command = ["ray", "job", "submit", "--address", hosts.dashboard, "--working-dir", ".", "--"]
+    code, output = ray.run([*command, *on_ray("-w", "2", "train.py")])
+    assert code == 0, output
+    sums_of(output, 2)
+    assert not (ray.folder / "runs").exists()
+    ray.check_nothing_left()
+
+
+def test_a_stopped_job_is_saved_and_leaves_nothing(ray: Engine, hosts: RayHosts) -> None:
+    ray.script(STEPS)
+    words = on_ray("-w", "2", "-s", "2", "--name", "stopped", "--checkpoint", "saves", "train.py")
+    process = submitted(ray, hosts, "stopped", *words)
+    ray.lives("worker-1", 1, process)
+    ray.goes_on("worker-0")
+    code, output = ray.run(["ray", "job", "stop", "--address", hosts.dashboard, "stopped"])
+    assert code == 0, output
+    ray.finish(process)
+    assert list((ray.folder / "saves").glob("*/manifest.json")), "nothing was saved"
+    ray.check_nothing_left()
+    ray.end_steps()
+    code, output = ray.run(on_ray("-w", "2", "-s", "2", "--checkpoint", "saves", "train.py"))
+    assert code == 0 and finished_well(output, 2), output
+    assert float(ray.lives("worker-0", 2)[-1][2]) < 0, "it went on from the checkpoint"
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(ray: Engine, hosts: RayHosts) -> None:
+    """Ray does so with a job that does not end soon enough after `ray job stop`."""
+    ray.script(STEPS)
+    process = submitted(ray, hosts, "killed", *on_ray("-w", "2", "-s", "2", "--name", "killed", "train.py"))
+    ray.lives("worker-1", 1, process)
+    launcher = int((ray.folder / "runs" / "killed" / LOCK).read_text())
+    os.kill(launcher, signal.SIGKILL)
+    ray.finish(process)
     ray.check_nothing_left()

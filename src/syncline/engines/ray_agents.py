@@ -255,7 +255,9 @@ class RayAgents:
             answer = ray.get(ref)
         except (errors.RayTaskError, errors.RuntimeEnvSetupError) as error:  # it would happen again
             _give_up(held, last_line(error))
-        except errors.RayError:  # its process or its host is gone
+        except errors.RayError as error:  # its process or its host is gone
+            if getattr(error, "actor_init_failed", False):  # no syncline there: it would happen again
+                _give_up(held, last_line(error))
             held.again_at = time.monotonic() + AGAIN_SECONDS
         else:
             if is_look:
