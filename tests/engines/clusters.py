@@ -119,6 +119,10 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.say("squeue", "-h", "-j", job, "-o", "%T").strip()
 
+    def start_soon(self, job: str) -> None:
+        """A requeued job waits two minutes by itself. In the same second its nodes would still refuse it."""
+        self.say("scontrol", "update", f"JobId={job}", "StartTime=now+5seconds")
+
     def lose(self, node: str) -> None:
         """The node is gone: its slurmd and all that it has started are killed at once."""
         pids = [self._daemons[node].pid, *_children_of([self._daemons[node].pid])]

@@ -123,7 +123,7 @@ def test_the_loss_of_the_first_node_requeues_the_job_which_goes_on(slurm: Engine
     cluster.lose(first)
     try:
         wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
-        cluster.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes by itself
+        cluster.start_soon(job)
         again = slurm.lives("worker-0", 2, process)[-1]
         assert float(again[2]) < 0, "it began again"
         slurm.end_steps()
@@ -146,6 +146,7 @@ def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> N
     words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "cancel", "--time", "10", "train.py"]
     process = slurm.start(batch(*words))
     slurm.lives("worker-1", 1, process)
+    slurm.goes_on("worker-1")
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
     cluster.say("scancel", job)
     code, output = slurm.finish(process)
@@ -161,11 +162,12 @@ def test_before_the_time_limit_a_job_is_saved_and_requeued_and_goes_on(slurm: En
     words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "again", "--time", "10", "train.py"]
     process = slurm.start(batch(*words))
     slurm.lives("worker-1", 1, process)
+    slurm.goes_on("worker-1")
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
     cluster.say("scancel", "--signal=TERM", job)
     wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
     assert list((slurm.folder / "saves").glob("*/manifest.json"))
-    cluster.say("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes by itself
+    cluster.start_soon(job)
     begins = [float(life[2]) for life in slurm.lives("worker-1", 2, process)]
     assert begins[0] == 0 and begins[1] < 0, begins
     slurm.end_steps()
