@@ -16,7 +16,7 @@ from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
 from benchmarks.serve_load import flood, follow_latency, followed
 from benchmarks.serving import batching, one_connection, replica_memory, throughput
-from benchmarks.showing import showing
+from benchmarks.showing import showing, showing_alone
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from benchmarks.starting import start, start_beside_plain
 from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
@@ -170,6 +170,7 @@ def _shown_rows() -> list[Row]:
         coordinator_processor("hundreds", 192, 8, 0.2, reach=_at_most(1)),
         coordinator_memory_of_many("hundreds-memory", 192, 8, 200e6, reach=_at_most(1)),
         showing("showing", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.02)),
+        showing_alone("showing-alone", "lenet", "LeNet batch 64, Adam", 0.02, reach=_at_most(1)),
     ]
 
 

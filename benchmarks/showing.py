@@ -1,4 +1,4 @@
-"""The row about showing a job: what its page, its browser and its sinks take, in processor time of a step."""
+"""The rows about showing a job: what its page, its browser and its sinks take, in processor time of a step."""
 
 from __future__ import annotations
 
@@ -68,46 +68,102 @@ class Spent:
         """`pids`: side -> member -> process."""
         self._pids = pids
         self._before: dict[str, float] = {}
+        self._at = time.monotonic()
 
     def gauge(self, side: str) -> Gauge:
         """Processor seconds per operation of this side since the last turn of either."""
+        return lambda num_operations: self._since(side)[0] / num_operations
+
+    def in_a_second(self, side: str, besides: float = 0.0) -> Gauge:
+        """Processor seconds in a second of a turn; `besides`: so many more."""
 
         def since(num_operations: int) -> float:
-            now = {one: seconds_of(pids.values()) for one, pids in self._pids.items()}
-            spent = now[side] - self._before.get(side, 0.0)
-            self._before = now
-            return spent / num_operations
+            spent, seconds = self._since(side)
+            return spent / seconds + besides
 
         return since
+
+    def _since(self, side: str) -> tuple[float, float]:
+        now = {one: seconds_of(pids.values()) for one, pids in self._pids.items()}
+        spent, seconds = now[side] - self._before.get(side, 0.0), time.monotonic() - self._at
+        self._before, self._at = now, time.monotonic()
+        return spent, max(seconds, 1e-9)
+
+
+class Coordinator(Mapping[str, int]):
+    """The coordinator's process alone, of the processes of a job."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+
+    def __getitem__(self, name: str) -> int:
+        return {key: pid for key, pid in self._pids.items() if key == "coordinator"}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._pids if name == "coordinator")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _sides(model: str, effort: Effort) -> tuple[ShownJob, JobSide, Effort]:
+    """A job as it is by default, and one without page and sinks."""
+    check_is_measured()
+    longer = dataclasses.replace(
+        effort,
+        turn_seconds=max(effort.turn_seconds, TURN_SECONDS),
+        row_seconds=max(effort.row_seconds, ROW_SECONDS),
+    )
+    task = Task(kind="train_told", model=model, num_threads=1)
+    ours = ShownJob(task, workers=2, transport="shm")
+    plain = JobSide(task, workers=2, side="reference", transport="shm", page="off", sink=["off"])
+    return ours, plain, longer
+
+
+def _played(ours: ShownJob, plain: JobSide, effort: Effort, of_ours: Gauge, of_plain: Gauge) -> Samples:
+    """With a browser on the page from the first turn on."""
+
+    def opened(num_operations: int) -> float:
+        if not ours.num_looks:
+            ours.open_page()
+        return of_ours(num_operations)
+
+    return play(ours, plain, effort, gauges={"ours": opened, "reference": of_plain})
 
 
 def showing(name: str, model: str, what: str, *, reach: Reach) -> Row:
     """A job as it is by default, with a browser on its page, beside one without page and sinks."""
 
     def measure(effort: Effort) -> Samples:
-        check_is_measured()
-        longer = dataclasses.replace(
-            effort,
-            turn_seconds=max(effort.turn_seconds, TURN_SECONDS),
-            row_seconds=max(effort.row_seconds, ROW_SECONDS),
-        )
-        task = Task(kind="train_told", model=model, num_threads=1)
-        ours = ShownJob(task, workers=2, transport="shm")
-        plain = JobSide(task, workers=2, side="reference", transport="shm", page="off", sink=["off"])
+        ours, plain, longer = _sides(model, effort)
         spent = Spent({"ours": ours.pids, "reference": plain.pids})
-        of_ours = spent.gauge("ours")
-
-        def opened(num_operations: int) -> float:
-            if not ours.num_looks:
-                ours.open_page()
-            return of_ours(num_operations)
-
-        return play(ours, plain, longer, gauges={"ours": opened, "reference": spent.gauge("reference")})
+        return _played(ours, plain, longer, spent.gauge("ours"), spent.gauge("reference"))
 
     return Row(
         name=name,
         what=f"processor time of a step, all processes of the job, {what}, 2 workers, with page, browser and sinks",
         reference="the same with --page off --sink off",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def showing_alone(name: str, model: str, what: str, besides: float, *, reach: Reach) -> Row:
+    """The coordinator of a job that is shown, beside one of a job that is not and so much of a core.
+
+    All that a page, a browser and sinks take is taken there. Where other programs keep the machine busy, the workers'
+    own time differs from turn to turn by more than that, and this tells more than `showing`.
+    """
+
+    def measure(effort: Effort) -> Samples:
+        ours, plain, longer = _sides(model, effort)
+        spent = Spent({"ours": Coordinator(ours.pids), "reference": Coordinator(plain.pids)})
+        return _played(ours, plain, longer, spent.in_a_second("ours"), spent.in_a_second("reference", besides))
+
+    return Row(
+        name=name,
+        what=f"processor time of the coordinator in a second, {what}, 2 workers, with page, browser and sinks",
+        reference=f"the same with --page off --sink off, and {besides:.0%} of a core",
         reach=reach,
         measure=measure,
     )

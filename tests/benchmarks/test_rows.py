@@ -71,7 +71,8 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
     monkeypatch.setattr(adapters, "python_of", lambda environment: pathlib.Path(sys.executable))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(configuration, "num_gpus", lambda: 2)
-    rows = [row for row in all_rows() if not row.name.startswith(("start", "checkpoint-", "hundreds"))]
+    others = ("start", "checkpoint-", "hundreds", "serve-")
+    rows = [row for row in all_rows() if not row.name.startswith(others)]
     for row in rows:
         row.measure(fast)
     return dict(zip([row.name for row in rows], found, strict=True))
@@ -105,6 +106,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "replicas-async": (2, 2),
         "mlp-ddp": (2, 2),
         "showing": (2, 2),
+        "showing-alone": (2, 2),
         **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax-optax", "jax-rule"], (2, 2)),
         "mlp-ring": (2, 2),
         "mlp-12": (12, 12),
@@ -132,11 +134,12 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
     assert jobs["mlp-async"] == jobs["cuda-async-bf16"] == {**one_shm, "policy": "async", "window": 1}
     assert jobs["cuda-sync"] == {**one_shm, "policy": "sync", "window": 0}
     assert jobs["server-memory"] == jobs["worker-memory"] == jobs["scaling-8"] == one_shm
-    shown, plain, _ = played["showing"]
-    assert (shown.settings, plain.settings) == (
-        {"workers": 2, "servers": 1, "transport": "shm"},
-        {"workers": 2, "servers": 1, "transport": "shm", "page": "off", "sink": ["off"]},
-    )
+    for name in ("showing", "showing-alone"):
+        shown, plain, _ = played[name]
+        assert (shown.settings, plain.settings) == (
+            {"workers": 2, "servers": 1, "transport": "shm"},
+            {"workers": 2, "servers": 1, "transport": "shm", "page": "off", "sink": ["off"]},
+        )
     assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0].settings["exchange"] == "ring"
     nccl = played["nccl-1"][0].settings
     assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)

@@ -28,6 +28,25 @@ def test_only_the_side_that_has_a_turn_is_charged(monkeypatch: pytest.MonkeyPatc
     assert ours(3) == 2.0
 
 
+def test_the_coordinator_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second. Members join after the gauge was made."""
+    used, now = {1: 0.0, 2: 0.0, 3: 0.0}, 100.0
+    monkeypatch.setattr(showing, "seconds_of", lambda pids: sum(used[pid] for pid in pids))
+    monkeypatch.setattr(showing.time, "monotonic", lambda: now)
+    ours_pids: dict[str, int] = {}
+    sides = {"ours": showing.Coordinator(ours_pids), "reference": showing.Coordinator({"coordinator": 3})}
+    spent = showing.Spent(sides)
+    ours_pids.update({"worker-0": 1, "coordinator": 2})
+    ours, reference = spent.in_a_second("ours"), spent.in_a_second("reference", 0.5)
+    ours(1)
+    used.update({1: 4.0, 2: 6.0, 3: 1.0})
+    now = 110.0
+    assert ours(7) == 0.6
+    used.update({3: 3.0})
+    now = 114.0
+    assert reference(7) == 1.0
+
+
 @pytest.mark.slow
 def test_a_browser_follows_ours_while_both_take_turns(fast: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
@@ -35,9 +54,13 @@ def test_a_browser_follows_ours_while_both_take_turns(fast: Effort, monkeypatch:
     opened: list[showing.ShownJob] = []
     real = showing.ShownJob.open_page
     monkeypatch.setattr(showing.ShownJob, "open_page", lambda self: (opened.append(self), real(self)))
-    samples = showing.showing("s", "lenet", "LeNet", reach=Reach("printed")).measure(fast)
-    assert len(samples.ours) == 5 and min(samples.ours) > 0 and min(samples.reference) > 0
-    assert len(opened) == 1 and opened[0].num_looks > 0
+    for row in (
+        showing.showing("s", "lenet", "LeNet", reach=Reach("printed")),
+        showing.showing_alone("a", "lenet", "LeNet", 0.5, reach=Reach("printed")),
+    ):
+        samples = row.measure(fast)
+        assert len(samples.ours) == 5 and sum(samples.ours) > 0 and min(samples.reference) > 0
+        assert len(opened) == 1 and opened.pop().num_looks > 0
 
 
 @pytest.mark.slow
