@@ -1,0 +1,54 @@
+"""Proof of pipelines that die: a process of one is killed ten times, at random points of the job."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.launch.conftest import commands
+from tests.launch.pipelines import IntegerJob, pipeline_of
+from tests.patience import JOB_PATIENCE
+
+__all__ = ["commands"]
+pytestmark = pytest.mark.proof
+
+NUM_DEATHS = 10
+
+
+def _log(commands: Any) -> str:
+    return (commands.folder / "runs" / "it" / "worker-0.log").read_text()
+
+
+def _eventually(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + JOB_PATIENCE
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("who", ["leader", "stage", "pipeline"])
+def test_ten_deaths_lose_and_repeat_nothing(commands: Any, who: str) -> None:
+    """The parameters at the end are those of a run without a death, bit by bit: the gradients are whole numbers."""
+    job = IntegerJob(commands, pipelines=1, stages=2, num_samples=2048, num_epochs=1)
+    chance = random.Random(24)
+    gaps = []
+    for death in range(NUM_DEATHS):
+        job.wait_for_steps(len(job.steps()) + 1 + chance.randrange(8))
+        time.sleep(chance.random() * 0.1)  # somewhere in a step
+        leader, stage = pipeline_of(commands.folder, "worker-0")
+        begun, killed = len(job.steps()), time.monotonic()
+        for pid in {"leader": [leader], "stage": [stage], "pipeline": [leader, stage]}[who]:
+            os.kill(pid, signal.SIGKILL)
+        _eventually(lambda: _log(commands).count("--- worker-0 starts again") > death)  # noqa: B023
+        job.wait_for_steps(begun + 2)  # one may have been on its way into the log
+        _eventually(lambda: job.steps()[-1] > killed + 0.2)  # noqa: B023
+        gaps.append(next(at for at in job.steps() if at > killed + 0.2) - killed)
+    job.check()
+    median, longest = statistics.median(gaps), max(gaps)
+    print(f"{NUM_DEATHS} deaths of the {who}: without a step {median:.1f} s (median), {longest:.1f} s (longest)")
