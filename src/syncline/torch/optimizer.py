@@ -93,7 +93,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._device_channel = self._find_device_channel()
         self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
-        self._register_groups(0)
+        with model.naming_lack_of_memory() if isinstance(model, Pipeline) else contextlib.nullcontext():
+            self._register_groups(0)
         self._buffers = Buffers(self._job, model, buffers, self._prefix) if model is not None else None
         self._register_others()
         self._receiver = self._make_receiver()

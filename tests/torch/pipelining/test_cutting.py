@@ -123,6 +123,8 @@ def test_cuts_are_where_the_script_says() -> None:
     x = torch.randn(4, 2, 4)
     layers = Layers(Net(), example=(x,), cut_before=["blocks.3", "blocks.1"])
     assert layers.firsts(3) == [0, 1, 3]
+    nested = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
+    assert Layers(nested, example=(torch.zeros(2, 4),), cut_before=["2", "1.1"]).firsts(3) == [0, 3, 4]  # 2 is 2.0
     with pytest.raises(ConfigError, match="cut_before names 2 of the 1 cuts that make 2 parts; name 1"):
         layers.firsts(2)
     with pytest.raises(ConfigError, match=r"6 parts need as many layers, and the model has 5"):

@@ -76,7 +76,8 @@ class Layers:
                     f"Pipeline: cut_before names {len(self.cut_before)} of the {num_parts - 1} cuts that make "
                     f"{num_parts} parts; name {num_parts - 1}, or use other --stages"
                 )
-            return [0, *sorted(self.names.index(name) for name in self.cut_before)]
+            places = map(self._layered.place_of, self.cut_before)
+            return [0, *sorted(place for place in places if place is not None)]
         return _even([1 + sum(p.numel() for p in held) for held, _ in self.held(range(len(self.names)))], num_parts)
 
     def parts(self, firsts: Sequence[int], batch: Sequence[TensorMeta]) -> list[torch.nn.Module]:

@@ -46,6 +46,11 @@ class LayeredModel:
     groups: tuple[tuple[torch.fx.Node, ...], ...] = ()  #: of a traced model, the operations of each layer
     given: tuple[torch.nn.Module, ...] = ()  #: the stages of the script
 
+    def place_of(self, module: str) -> int | None:
+        """The layer that a module begins with: its own, or the first one inside it. None: it begins inside one."""
+        names = (layer.name for layer in self.layers)
+        return next((k for k, name in enumerate(names) if name == module or name.startswith(f"{module}.")), None)
+
     def stage(self, first: int, last: int) -> torch.nn.Module:
         """The layers[first:last] as a module. It shares parameters and their names with the model.
 
@@ -120,11 +125,12 @@ def find_layers(
         )
         for name, group in zip(names, groups, strict=True)
     )
-    if missing := [name for name in cut_before if name not in names]:
+    layered = LayeredModel(layers=layers, how="traced", model=model, groups=groups)
+    if missing := [name for name in cut_before if layered.place_of(name) is None]:
         raise ConfigError(
             f"cut_before: the model cannot be cut before {missing[0]!r}; it can be before {', '.join(names[1:])}"
         )
-    return LayeredModel(layers=layers, how="traced", model=model, groups=groups)
+    return layered
 
 
 def _inside(model: torch.nn.Module, path: str) -> list[str]:

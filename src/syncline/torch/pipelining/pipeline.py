@@ -73,11 +73,11 @@ class Pipeline(torch.nn.Module):
         self._num_wanted = wanted_micro_batches(config)
         if self._job.stages is not None:
             layers = Layers(self.model, stages, example, cut_before)
-            with self._naming_lack_of_memory():
+            with self.naming_lack_of_memory():
                 self._leader = StageLeader(self._job, layers, loss_fn)
             self._scheduler = StageScheduler(self._job, layers, loss_fn, self._leader)
         else:
-            with self._naming_lack_of_memory():
+            with self.naming_lack_of_memory():
                 materialise([*self.model.parameters(), *self.model.buffers()])
             forget()
 
@@ -105,10 +105,11 @@ class Pipeline(torch.nn.Module):
 
     def create_memory(self, num_bytes: int) -> Bytes:
         """Memory for parameters: zeros, which the stage processes see too."""
-        with self._naming_lack_of_memory():
+        with self.naming_lack_of_memory():
             return self._leader.create_memory(num_bytes) if self._leader is not None else aligned_zeros(num_bytes)
 
-    def _naming_lack_of_memory(self) -> contextlib.AbstractContextManager[None]:
+    def naming_lack_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        """An allocation that fails inside becomes an error with the size of the model and the remedy."""
         return naming_lack_of_memory(self.model, self._job.config.stages)
 
     # -- training -----------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class Pipeline(torch.nn.Module):
         answer_if_asked(whole, self._loss_fn, inputs, target, cut_before=self._cut_before, stages=self._given_stages)
         count = self._count(inputs[0].shape[0])
         scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
-        with self._naming_lack_of_memory():
+        with self.naming_lack_of_memory():
             if self._leader is not None:
                 assert self._scheduler is not None
                 self._scheduler.look(inputs, target, count)
