@@ -187,3 +187,6 @@ def test_a_token_is_asked_for(tmp_path: pathlib.Path, browser: Any) -> None:
         page.locator("#send").click()
         wait_until(page, "document.querySelector('#outputs .label') !== null")
         assert server.token not in page.content() and "token" not in page.url
+        page.locator("footer a[href='/openapi.json']").click()  # a link by itself would send no token
+        page.wait_for_url("blob:**", timeout=1000 * PATIENCE)
+        assert '"openapi":"3.1.0"' in page.locator("body").inner_text()

@@ -389,6 +389,31 @@ def test_rates_and_tls(served: Any, tmp_path: pathlib.Path) -> None:
     assert server.url.startswith("https://") and codes[0] == 200 and codes[-1] == 429
 
 
+def test_other_sites_may_not_ask_without_a_token(served: Any) -> None:
+    server = served()
+    row = json.dumps({"input": ROWS[0]}).encode()
+    for headers, status in (
+        ({"Host": "evil.example"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": server.url}, 200),
+        ({"Host": "localhost:9000"}, 200),
+    ):
+        for method, path, body in (("POST", "/predict", row), ("GET", "/v2", None), ("GET", "/", None)):
+            with Caller(server.url) as call:
+                assert call(method, path, body, headers)[0] == status, (headers, path)
+
+
+def test_the_page_does_not_use_up_the_rate_of_its_user(served: Any) -> None:
+    server = served(rate="1/m")
+    with Caller(server.url) as call:
+        assert call("GET", "/")[0] == 200
+        assert call.post("/predict", {"input": ROWS[0]})[0] == 200
+    for path in ("/status", "/v2"):  # each bucket is empty now
+        with Caller(server.url) as call:
+            assert call("GET", path)[0] == 429
+
+
 def own_certificate(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """A certificate for 127.0.0.1 that signs itself."""
     import datetime

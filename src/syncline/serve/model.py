@@ -90,12 +90,16 @@ class ModelFile:
         return made
 
     def example(self, specs: Sequence[TensorSpec]) -> dict[str, Array] | None:
-        """One batch that the model takes: the file's own, or zeros where all lengths are known."""
+        """One batch that the model takes: the file's own, or zeros where all lengths are known. What was said at
+        launch counts more than the file.
+        """
         if self._example is not None:
             given = self._example() if callable(self._example) else self._example
             if not isinstance(given, Mapping):
                 given = dict(zip((spec.name for spec in specs), _several(given), strict=False))
-            return {str(name): np.ascontiguousarray(value) for name, value in given.items()}
+            found = {str(name): np.ascontiguousarray(value) for name, value in given.items()}
+            if _fits(found, specs):
+                return found
         found = {}
         for spec in specs:
             if spec.shape is None or -1 in spec.shape[1:]:
@@ -201,6 +205,20 @@ def _as_array(weight: Weight, data: Array) -> Array:
         halves = data.view(np.uint16).astype(np.uint32) << 16
         return halves.view(np.float32).reshape(weight.shape)
     return data.view(np.dtype(weight.dtype)).reshape(weight.shape)
+
+
+def _fits(example: Mapping[str, Array], specs: Sequence[TensorSpec]) -> bool:
+    if example.keys() != {spec.name for spec in specs}:
+        return False
+    for spec in specs:
+        shape = example[spec.name].shape
+        if spec.shape is not None and len(shape) != len(spec.shape):
+            return False
+        if spec.shape is not None and any(
+            n not in (-1, own) for n, own in zip(spec.shape[1:], shape[1:], strict=True)
+        ):
+            return False
+    return True
 
 
 def _several(example: Any) -> list[Any]:
