@@ -9,8 +9,9 @@ VENV=.venv-ray
 STAMP=$VENV/.setup
 . tools/venv.sh
 
-# The dashboard of ray[default] takes submitted jobs; ray[data] is a source of samples. RAY_VERSION tries another version.
-ray="ray[data,default]==${RAY_VERSION:-2.60.0}"
+# The dashboard of ray[default] takes submitted jobs; ray[data] is a source of samples; ray[serve] serves an example.
+# RAY_VERSION tries another version.
+ray="ray[data,default,serve]==${RAY_VERSION:-2.60.0}"
 
 wanted() {
     pwd

@@ -12,6 +12,7 @@ grpc_calls                     the same over gRPC
 settings, answering            how a model is served; batches, HTTP and gRPC together, in one process
 shared_weights, replicas/      weights in memory that processes share; several processes behind one port
 control, standing, server      `serve-ctl`; all of it together
+offline                        a model without a server
 exporting                      a torch module with saved weights as ONNX or torch.export (`syncline export`)
 """
 
@@ -20,14 +21,19 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
+    from syncline.serve.offline import load_model
     from syncline.serve.server import InferenceServer as Server
     from syncline.serve.server import ServeConfig
 
-__all__ = ["ServeConfig", "Server"]
+__all__ = ["ServeConfig", "Server", "load_model"]
 
 
 def __getattr__(name: str) -> typing.Any:
     """Loaded when it is used: `syncline serve-ctl` needs no web server."""
+    if name == "load_model":
+        from syncline.serve.offline import load_model
+
+        return load_model
     if name in __all__:
         from syncline.serve import server
 
