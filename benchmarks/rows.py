@@ -15,7 +15,7 @@ from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
 from benchmarks.serve_load import flood, follow_latency, followed
-from benchmarks.serving import batching, one_connection, replica_memory, throughput
+from benchmarks.serving import batching, one_connection, processor, replica_memory, throughput
 from benchmarks.showing import showing, showing_alone
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from benchmarks.starting import start, start_beside_plain
@@ -180,6 +180,11 @@ def _serve_rows() -> list[Row]:
     return [
         *(
             throughput(f"serve-{tag}-{by}", model, by, reach=Reach("at least", 1.5))
+            for tag, model in models.items()
+            for by in peers
+        ),
+        *(
+            processor(f"serve-{tag}-{by}-processor", model, by, reach=Reach("at least", 1.5))
             for tag, model in models.items()
             for by in peers
         ),

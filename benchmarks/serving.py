@@ -26,13 +26,15 @@ from typing import NamedTuple
 from benchmarks.adapters import python_of
 from benchmarks.match import take_pairs
 from benchmarks.memory import check_memory_is_told, pss_bytes, return_what_is_freed
+from benchmarks.processor import check_is_measured, seconds_of
 from benchmarks.row import LEAST_PAIRS, Effort, NotMeasured, Reach, Row, Samples
 from benchmarks.sides import ROOT
 from benchmarks.words import MIB
 from syncline.errors import ConnectionLost, WaitTimeout
 
 PEERS = ROOT / "benchmarks" / "serve_peers"
-CONNECTIONS = 64
+CONNECTIONS, REPLICAS = 64, 2
+_CALLED = {"litserve": "LitServe", "ray": "Ray Serve"}
 TURN_SECONDS, ROW_SECONDS, START_SECONDS = 2.0, 240.0, 120.0
 _SCRIPT = 'wrk.method = "POST"\nwrk.headers["Content-Type"] = "application/json"\nwrk.body = %s\n'
 #: A model's kernels. With more, threads wait for each other where cores are busy, and chance decides.
@@ -43,9 +45,11 @@ _LARGE_BYTES = 512 * MIB
 class Load(NamedTuple):
     """What wrk says of one run."""
 
+    num_requests: int
     num_per_second: float
     p50_seconds: float
     p99_seconds: float
+    processor_seconds: float = 0.0  # of the server's processes, for one request
 
 
 class ServerProcess:
@@ -166,11 +170,17 @@ def wrk(folder: pathlib.Path, url: str, *, connections: int, seconds: float, tok
 
 def read_load(said: str) -> Load:
     """What wrk has printed."""
-    rate = re.search(r"Requests/sec:\s+([\d.]+)", said)
+    rate, number = re.search(r"Requests/sec:\s+([\d.]+)", said), re.search(r"(\d+) requests in", said)
     quantiles = {found[1]: _seconds(found[2], found[3]) for found in re.finditer(r"(\d+)%\s+([\d.]+)(us|ms|s)", said)}
-    if rate is None or not {"50", "99"} <= quantiles.keys() or "Non-2xx" in said or "Socket errors" in said:
+    if (
+        rate is None
+        or number is None
+        or not {"50", "99"} <= quantiles.keys()
+        or "Non-2xx" in said
+        or "Socket errors" in said
+    ):
         raise ConnectionLost(f"wrk: {said.strip()[-500:]}")
-    return Load(float(rate[1]), quantiles["50"], quantiles["99"])
+    return Load(int(number[1]), float(rate[1]), quantiles["50"], quantiles["99"])
 
 
 def _seconds(number: str, unit: str) -> float:
@@ -211,7 +221,11 @@ def _pairs(
         sides = dict(zip(("ours", "reference"), servers, strict=True))
 
         def take(side: str) -> float:
-            return of(wrk(folder, sides[side].url, connections=connections, seconds=longer.turn_seconds))
+            pids = sides[side].pids()
+            before = seconds_of(pids)
+            load = wrk(folder, sides[side].url, connections=connections, seconds=longer.turn_seconds)
+            spent = (seconds_of(pids) - before) / max(1, load.num_requests)
+            return of(load._replace(processor_seconds=spent))
 
         take("ours"), take("reference")  # the first calls of a module are slow
         return take_pairs(take, longer, time.monotonic())
@@ -223,19 +237,43 @@ def throughput(name: str, model: str, beside: str, *, reach: Reach) -> Row:
     def measure(effort: Effort) -> Samples:
         return _pairs(
             effort,
-            lambda folder: ours(folder, model),
+            lambda folder: ours(folder, model, "ours", "--replicas", str(REPLICAS)),
             lambda folder: peer(folder, beside, model),
             CONNECTIONS,
             lambda load: 1 / load.num_per_second,
         )
 
-    called = {"litserve": "LitServe", "ray": "Ray Serve"}[beside]
     return Row(
         name=name,
-        what=f"{model} served: seconds for a request at {CONNECTIONS} connections, batches of up to 32, JSON",
-        reference=f"{called}, batches of up to 32 within 5 ms",
+        what=f"{model} served: seconds for a request at {CONNECTIONS} connections, batches of up to 32, 2 replicas",
+        reference=f"{_CALLED[beside]}, which has two busy processes too",
         reach=reach,
         measure=measure,
+    )
+
+
+def processor(name: str, model: str, beside: str, *, reach: Reach) -> Row:
+    """The processor time of a request, of all processes of a server as it is by default: what other programs use of
+    the machine changes throughput, and this little.
+    """
+
+    def measure(effort: Effort) -> Samples:
+        check_is_measured()
+        return _pairs(
+            effort,
+            lambda folder: ours(folder, model),
+            lambda folder: peer(folder, beside, model),
+            CONNECTIONS,
+            lambda load: load.processor_seconds,
+        )
+
+    return Row(
+        name=name,
+        what=f"{model} served: processor time of a request at {CONNECTIONS} connections, all processes",
+        reference=_CALLED[beside],
+        reach=reach,
+        measure=measure,
+        unit="processor",
     )
 
 

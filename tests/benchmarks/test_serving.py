@@ -25,7 +25,7 @@ Transfer/sec:     50.00KB
 
 def test_what_wrk_says() -> None:
     load = read_load(SAID)
-    assert (load.num_per_second, load.p50_seconds, load.p99_seconds) == (500.25, 0.0025, 1.2)
+    assert (load.num_requests, load.num_per_second, load.p50_seconds, load.p99_seconds) == (1000, 500.25, 0.0025, 1.2)
 
 
 @pytest.mark.parametrize(
