@@ -150,8 +150,16 @@ def test_figures_of_ray_job_stop(ray: Engine, ray_hosts: RayHosts) -> None:
     process = ray.start([*submit, "env", "-C", str(ray.folder), *words])
     ray.lives("worker-1", 1, process)
     ray.goes_on("worker-0")
-    stop = ["ray", "job", "stop", "--address", ray_hosts.dashboard, "--no-wait", "figures"]
-    until_gone(ray, lambda: (ray.run(stop), ray.finish(process)), "ray job stop")
+    took = []
+
+    def stop() -> None:
+        begun = time.monotonic()
+        ray.run(["ray", "job", "stop", "--address", ray_hosts.dashboard, "--no-wait", "figures"])
+        took.append(time.monotonic() - begun)
+        ray.finish(process)
+
+    until_gone(ray, stop, "ray job stop")
+    print(f"of this, the command ray job stop itself {took[0]:.1f} s")
 
 
 def test_figures_of_ctrl_c_of_mpirun(engine: Engine) -> None:
@@ -161,7 +169,12 @@ def test_figures_of_ctrl_c_of_mpirun(engine: Engine) -> None:
     process = engine.start(command)
     engine.lives("worker-1", 1, process)
     engine.goes_on("worker-0")
-    until_gone(engine, lambda: (process.send_signal(signal.SIGINT), engine.finish(process)), "Ctrl-C of mpirun")
+
+    def interrupt() -> None:
+        process.send_signal(signal.SIGINT)
+        engine.finish(process)
+
+    until_gone(engine, interrupt, "Ctrl-C of mpirun")
 
 
 @pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra", "torchrun"])
