@@ -184,7 +184,7 @@ def _serve_rows() -> list[Row]:
             for by in peers
         ),
         *(
-            processor(f"serve-{tag}-{by}-processor", model, by, reach=Reach("at least", 1.5))
+            processor(f"serve-{tag}-{by}-cpu", model, by, reach=Reach("at least", 1.5))
             for tag, model in models.items()
             for by in peers
         ),

@@ -245,7 +245,7 @@ def throughput(name: str, model: str, beside: str, *, reach: Reach) -> Row:
 
     return Row(
         name=name,
-        what=f"{model} served: seconds for a request at {CONNECTIONS} connections, batches of up to 32, 2 replicas",
+        what=f"{model} served: time of a request at {CONNECTIONS} connections, 2 replicas",
         reference=f"{_CALLED[beside]}, which has two busy processes too",
         reach=reach,
         measure=measure,
@@ -291,7 +291,7 @@ def batching(name: str, model: str, *, reach: Reach) -> Row:
 
     return Row(
         name=name,
-        what=f"{model} served: seconds for a request at {CONNECTIONS} connections, batches of up to 32, JSON",
+        what=f"{model} served: time of a request at {CONNECTIONS} connections, batches of up to 32",
         reference="the same with --max-batch 1",
         reach=reach,
         measure=measure,
