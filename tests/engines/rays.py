@@ -28,7 +28,7 @@ HOSTS, CPUS = ("h1", "h2", "h3"), 4
 class RayHosts:
     """The cluster, in a process of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         if not pathlib.Path(RAY_BIN, "syncline").exists():
             pytest.skip("there is no environment with Ray: make test-engines makes it")
         script = pathlib.Path(__file__).parent / "ray_hosts.py"
@@ -36,7 +36,7 @@ class RayHosts:
         self._process = subprocess.Popen(
             [f"{RAY_BIN}/python", str(script), str(CPUS), *HOSTS],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True,
-            env={**os.environ, **_CLUSTER, "PATH": f"{RAY_BIN}:{os.environ['PATH']}"},
+            env={**os.environ, **_CLUSTER, "PATH": f"{RAY_BIN}:{os.environ['PATH']}", **environment},
         )  # fmt: skip
         self.address, self.dashboard = self._said("address ").split()
         self.changed: dict[str, bool] = {}  # hosts that have come and gone: whether they are there

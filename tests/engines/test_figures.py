@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tests.engines.clusters import Cluster, wait_until
 from tests.engines.conftest import BIN, STEPS, Engine, finished_well, mpirun, two_ranks
-from tests.engines.rays import RayHosts, on_ray
+from tests.engines.rays import LOOPBACK, RAY_BIN, RayHosts, on_ray
 from tests.engines.test_ranks import DIES, SOON
 
 pytestmark = [pytest.mark.engines, pytest.mark.figures]
@@ -116,11 +117,22 @@ def test_figures_of_accuracy_on_two_nodes_of_slurm(cluster: Cluster, tmp_path: p
         made.close()
 
 
-def test_figures_of_accuracy_on_two_hosts_of_ray(ray: Engine) -> None:
-    """With torch from the environment of these tests: the one that has Ray has none."""
+def test_figures_of_accuracy_on_two_hosts_of_ray(tmp_path: pathlib.Path) -> None:
+    """With torch from the environment of these tests, behind all else: the one that has Ray has none."""
     torch = pytest.importorskip("torch")
-    ray.environment["PYTHONPATH"] = str(pathlib.Path(torch.__file__).parents[1])
-    compare_accuracy(ray, on_ray("-w", "2", "-s", "1", "--cpus-per-worker", "3"), "Ray")
+    folder = tmp_path.resolve() / "with"
+    folder.mkdir()
+    place = pathlib.Path(torch.__file__).parents[1]
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(place)!r})\n")
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    hosts = RayHosts(PYTHONPATH=path)
+    own = {"PATH": f"{RAY_BIN}:{os.environ['PATH']}", "RAY_ADDRESS": hosts.address, "PYTHONPATH": path, **LOOPBACK}
+    made = Engine(tmp_path.resolve(), own)
+    try:
+        compare_accuracy(made, on_ray("-w", "2", "-s", "1", "--cpus-per-worker", "3"), "Ray")
+    finally:
+        made.close()
+        hosts.close()
 
 
 def until_gone(engine: Engine, cancel: Callable[[], object], title: str, *, saves: bool = True) -> None:
