@@ -277,7 +277,7 @@ def test_frameworks_are_installed_once_with_exact_versions_and_without_torch(fra
     first, second = (framework_tree / "calls").read_text().splitlines()
     assert first.startswith(".venv-jax/bin/python ") and first.endswith(" hypothesis")
     assert " -c constraints-frameworks.txt " in first and " -c constraints-frameworks.txt " in second
-    assert second.endswith("--no-build-isolation -e . jax jaxlib optax flax keras")
+    assert second.endswith("--no-build-isolation -e .[serve] jax jaxlib optax flax keras")
     (framework_tree / "calls").unlink()
     done = run("sh", "tools/setup_frameworks.sh", "jax", cwd=framework_tree)
     assert (done.returncode, done.stderr, (framework_tree / "calls").exists()) == (0, "", False)

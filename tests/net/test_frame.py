@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from syncline.core.leasing.ranges import Span, comb
 from syncline.core.wire import tables
 from syncline.core.wire.message import Message
-from syncline.core.wire.tables import MAY_SAY, MESSAGES, ROLES
+from syncline.core.wire.tables import MAY_SAY, MESSAGES, PROTOCOL, ROLES
 from syncline.core.wire.traffic import Pull, StateEntry
 from syncline.errors import FrameError, VersionError
 from syncline.net import frame
@@ -104,7 +104,11 @@ def test_the_table_in_the_docstring_is_the_header() -> None:
     ("change", "kind", "message"),
     [
         ({0: b"HTTP"}, FrameError, "not a frame of ours: it begins with b'HTTP'"),
-        ({4: b"\x01"}, VersionError, "the other side speaks protocol 1, this one 18; use one version of syncline"),
+        (
+            {4: b"\x01"},
+            VersionError,
+            f"the other side speaks protocol 1, this one {PROTOCOL}; use one version of syncline",
+        ),
         ({5: b"\x04"}, FrameError, "unknown flags 0x4"),
         ({5: b"\xff"}, FrameError, "unknown flags 0xff"),
         ({6: b"\xff\xff"}, FrameError, "unknown kind 65535"),
@@ -191,7 +195,7 @@ def test_every_message_has_one_number_and_one_place_to_be_said() -> None:
         "GaveBack", "GivenLeaseAcks", "Saved", "WrittenScript", "SnapshotBarrierClosed", "WrittenMarked",
         "GivenResume", "Noted", "Begun",
         "GivenValidationShard", "GivenReading", "WrittenCandidate", "GivenLife", "GivenNominal", "AttachedDevice",
-            "GivenPage", "GotSpans", "GivenLook",
+            "GivenPage", "GotSpans", "GivenLook", "GivenSlices", "GivenCut", "MarkedCut",
     }  # fmt: skip
 
 

@@ -116,10 +116,10 @@ def test_another_protocol_version_is_said_on_both_sides(host: Make, monkeypatch:
 
     monkeypatch.setattr(handshake, "pack", pack_as_one)
     with pytest.raises(
-        VersionError, match="the other side speaks protocol 1, this one 18; use one version of syncline"
+        VersionError, match=f"the other side speaks protocol 1, this one {PROTOCOL}; use one version of syncline"
     ):
         there.connect()
-    assert "was refused: VersionError: the other side speaks protocol 1, this one 18" in there.log()
+    assert f"was refused: VersionError: the other side speaks protocol 1, this one {PROTOCOL}" in there.log()
     monkeypatch.undo()
     check_works(there)
 
@@ -244,7 +244,7 @@ def test_too_many_open_files_do_not_end_the_listener(host: Make) -> None:
         (raw_bytes(Upload(0, [1]), b"x" * 100) + b"x" * 40, "the other side closed the connection"),
         (Header(1, 1, body_bytes=0xFFFFFFFF).pack(), "FrameError: a body of 4294967295 bytes; at most 67108864"),
         (Header(1, 1, payload_bytes=1 << 60).pack(), "FrameError: a payload of 1152921504606846976 bytes; at most"),
-        (b"SYNC\x01" + bytes(47), "VersionError: the other side speaks protocol 1, this one 18; use one"),
+        (b"SYNC\x01" + bytes(47), f"VersionError: the other side speaks protocol 1, this one {PROTOCOL}; use one"),
         (Header(0xFFFF, 1).pack(), "FrameError: unknown kind 65535"),
         (Header(3, 1, body_bytes=4).pack() + b"\xc1\xc1\xc1\xc1", "FrameError: a Joined that cannot be read"),
         (random.Random(1).randbytes(300), "FrameError: not a frame of ours: it begins with"),
