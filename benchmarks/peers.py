@@ -108,7 +108,16 @@ def train_ddp_nccl(task: Task, path: str) -> Operation:
     return training_step(dataclasses.replace(made, model=model))
 
 
+def torch_pipeline_step(task: Task, path: str) -> Operation:
+    """torch's own pipelining, on gloo."""
+    from benchmarks.stages import torch_pipeline_step
+
+    _join_gloo(task, path)
+    return torch_pipeline_step(task.number)
+
+
 PEERS = {
+    "torch_pipeline_step": torch_pipeline_step,
     "all_reduce": all_reduce,
     "all_reduce_only": all_reduce_only,
     "fused_adam": fused_adam,

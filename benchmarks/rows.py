@@ -18,6 +18,7 @@ from benchmarks.serve_load import flood, follow_latency, followed
 from benchmarks.serving import batching, one_connection, processor, replica_memory, throughput
 from benchmarks.showing import showing, showing_alone
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
+from benchmarks.stages import pipeline
 from benchmarks.starting import start, start_beside_plain
 from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
 from benchmarks.words import KIB, MIB
@@ -105,6 +106,7 @@ def _spanning_rows() -> list[Row]:
 def _training_rows() -> list[Row]:
     small = "MLP 784-128-10 batch 64, Adam"
     return [
+        pipeline("pipeline-2", reach=Reach("at least", 0.93)),
         embedded("lenet", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.03)),
         embedded("mlp", "mlp-small", small, reach=_at_most(1.15)),
         beside_ddp("mlp-ddp", "mlp-wide", _WIDE, workers=2, reach=Reach("at least", 1.2)),

@@ -81,6 +81,13 @@ def all_reduce(task: Task) -> Operation:
     return lambda: collectives.all_reduce_(numbers)
 
 
+def pipeline_step(task: Task) -> Operation:
+    """A step of a model in stages."""
+    from benchmarks.stages import pipeline_step
+
+    return pipeline_step()
+
+
 class _Numbers:
     """A data set that costs next to nothing: sample i is i."""
 
@@ -146,6 +153,7 @@ OPERATIONS = {
     "push_pull": push_pull,
     "all_reduce": all_reduce,
     "train": train,
+    "pipeline_step": pipeline_step,
     "train_told": train_told,
     "train_keeping": train_keeping,
     "leased_steps": leased_steps,

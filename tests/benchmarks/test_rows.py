@@ -23,6 +23,7 @@ from benchmarks import (
     reading,
     showing,
     spanning,
+    stages,
     training,
 )
 from benchmarks.match import play
@@ -58,7 +59,7 @@ def played(monkeypatch: pytest.MonkeyPatch, fast: Effort) -> dict[str, Sides]:
 
         def __exit__(self, *error: object) -> None: ...
 
-    for module in (adapters, moving, collecting, spanning, training, footprint, leases, reading, showing):
+    for module in (adapters, moving, collecting, spanning, stages, training, footprint, leases, reading, showing):
         monkeypatch.setattr(module, "play", note)
     for module in (moving, collecting, spanning):
         monkeypatch.setattr(module, "wire", NoWire)
@@ -104,6 +105,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "async-8-tcp": (8, 8),
         "replicas-sync": (2, 2),
         "replicas-async": (2, 2),
+        "pipeline-2": (1, 2),  # of ours the leader
         "mlp-ddp": (2, 2),
         "showing": (2, 2),
         "showing-alone": (2, 2),
