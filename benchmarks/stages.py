@@ -74,18 +74,13 @@ def torch_pipeline_step(rank: int) -> Operation:
     return step
 
 
-class _PipelineSide(JobSide):
-    """Two processes, of which the leader alone takes turns."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task, workers=STAGES, stages=STAGES, micro_batches=MICRO_BATCHES, transport="shm")
-        self.num_processes = 1
-
-
 def pipeline(name: str, *, reach: Reach) -> Row:
     def measure(effort: Effort) -> Samples:
         torchs = ProcessSide("peers", Task(kind="torch_pipeline_step"), processes=STAGES)
-        return play(_PipelineSide(Task(kind="pipeline_step")), torchs, effort)
+        ours = JobSide(
+            Task(kind="pipeline_step"), workers=1, stages=STAGES, micro_batches=MICRO_BATCHES, transport="shm"
+        )
+        return play(ours, torchs, effort)
 
     return Row(
         name=name,
