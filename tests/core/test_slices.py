@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,24 @@ def test_an_answer_has_the_versions_of_all_slices_and_says_what_was_read() -> No
     assert table.read_by("worker-0") == [0, 7, 9]
     states[1].applied([(TWO, 3)], changed=True)
     assert [state.staleness("worker-0") for state in states] == [0, 1, 0]
+
+
+def test_updates_that_no_answer_takes_in_need_no_memory() -> None:
+    """Workers over a socket are answered in parts, without the table: a job of weeks may never ask it."""
+    states = [SliceState(), SliceState()]
+    table = VersionTable(threading.Lock(), states)
+
+    def update(times: int) -> int:
+        tracemalloc.start()
+        for _ in range(times):
+            for state in states:
+                state.version += 1
+        num_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return num_bytes
+
+    assert update(10_000) < update(100) + 1_000
+    assert table.newest() == [10_100, 10_100]
 
 
 def test_what_was_read_is_known_also_where_slices_move() -> None:

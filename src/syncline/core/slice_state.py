@@ -72,14 +72,14 @@ class VersionTable:
 
     def __init__(self, lock: AbstractContextManager[object], states: Sequence[SliceState] = ()) -> None:
         """These states report to it from now on, and no more to the table before."""
-        self._lock, self._changed = lock, list[SliceState]()
+        self._lock, self._changed = lock, set[SliceState]()  # each at most once, however long no answer takes them in
         self._read: dict[str, Sequence[int]] = {}
         for place, state in enumerate(states):
             state.report_to(self, place)
         self._versions = [state.version for state in states]  # later changes are reported
 
     def has_changed(self, state: SliceState) -> None:
-        self._changed.append(state)
+        self._changed.add(state)
 
     def newest(self) -> list[int]:
         """The versions of all slices."""
