@@ -90,8 +90,12 @@ def test_what_is_told_more_rarely_than_it_is_looked_at_has_smooth_rates() -> Non
     observer = Observer()
     looks = [observer.look(totals(float(at), of(at - at % 3 // 2))).members[0] for at in range(1, 12)]
     assert {(own.cores, own.sent_per_second, own.peers["server-0"]) for own in looks[2:]} == {(1.5, 100.0, 100.0)}
-    gone = observer.look(totals(20.0))
-    assert gone.members == () and observer.look(totals(21.0, of(400))).members[0].cores == 0.0, "seen first again"
+    silent = [observer.look(totals(float(at), of(10))).members[0] for at in (20, 24)]
+    assert [own.cores for own in silent] == [1.5, 0.0], "it hangs, or cannot be reached"
+    assert silent[1].sent_per_second == 0.0 and not silent[1].peers
+    assert observer.look(totals(30.0, of(20))).members[0].cores == 0.75, "of all the time since it was last heard"
+    gone = observer.look(totals(40.0))
+    assert gone.members == () and observer.look(totals(41.0, of(400))).members[0].cores == 0.0, "seen first again"
 
 
 def test_another_life_begins_at_zero_and_what_is_seen_first_is_no_rate() -> None:

@@ -15,6 +15,8 @@ from syncline.stats import EpochProgress, JobFigures, MemberFigures, MemberStats
 LEAST_BYTES_PER_SECOND = 1.0
 #: Members wait for each other in every step; longer waits are named.
 LEAST_WAIT_SECONDS = 1.0
+#: A member that has told nothing new for so long does nothing that is known of: its rates are zero.
+SILENT_SECONDS = 10.0
 
 
 class MemberTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +62,8 @@ class _Told(msgspec.Struct, frozen=True):
 class Observer:
     """Compares each look at a job with the one before.
 
-    A member tells its totals about as often as it is looked at, so some looks see the same ones again. Its rates stay
-    then as they were; what follows is divided by the whole time.
+    A member tells its totals about as often as it is looked at, so some looks see the same ones again. Its rates then
+    stay as they were for some seconds; what follows is divided by the whole time.
     """
 
     def __init__(self) -> None:
@@ -109,7 +111,8 @@ class Observer:
             # Totals that are seen for the first time may be of hours: they are no rate.
             made = _Told(at, now.status.incarnation, stats)
         elif stats is before.stats or stats == before.stats:
-            return before
+            is_silent = at - before.at > SILENT_SECONDS
+            return _Told(before.at, before.incarnation, stats) if is_silent else before
         else:
             seconds, known = at - before.at, before.stats
             made = _Told(
