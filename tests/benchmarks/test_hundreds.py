@@ -54,7 +54,7 @@ def test_members_that_are_played_look_real() -> None:
             job.look()
     assert {member.name for member in status.members} == {*(f"worker-{k}" for k in range(5)), "server-0", "server-1"}
     assert sum(member.num_primary for member in status.members) > 0 and "loss" in status.readings
-    assert status.step and not status.verdict
+    assert status.step
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ SLICE, NUM_SLICES, NUM_PULLS = 4096, 64, 20
 @pytest.mark.parametrize("settings", [{"servers": 2}, {"exchange": "ring"}])
 def test_a_level_pull_holds_one_round(settings: dict[str, Any]) -> None:
     """Every round makes all numbers equal to its own; whoever reads them slice by slice sees two rounds often."""
-    enough = threading.Event()
+    has_moved, enough = threading.Event(), threading.Event()
 
     def train(job: Job) -> list[set[float]]:
         zeros = {"a": np.zeros(NUM_SLICES * SLICE // 8)}
@@ -32,7 +32,7 @@ def test_a_level_pull_holds_one_round(settings: dict[str, Any]) -> None:
         for number in range(1, 100_000):
             memory.fill({"a": zeros["a"] + number})
             job.exchange.commit(Push(pushed=memory.ids), None).wait()
-            if enough.is_set():
+            if enough.wait(0.001 if has_moved.is_set() else 0.0):  # rounds leave time for pulls on a slow machine
                 break
         return []
 
@@ -44,6 +44,8 @@ def test_a_level_pull_holds_one_round(settings: dict[str, Any]) -> None:
             for _ in range(50 * NUM_PULLS):
                 if job.exchange.pull_level(slices, target, 1.0):
                     seen.append(set(memory.values["a"].tolist()))
+                    if len(set.union(*seen)) > 1:
+                        has_moved.set()
                 if len(seen) == NUM_PULLS:
                     return seen
             raise AssertionError(f"only {len(seen)} of so many pulls were of one round")
