@@ -184,8 +184,9 @@ def test_head_against_head():
     with check.unpacked("HEAD") as old:
         result = check.check_row(ROWS["shm-small"], HERE, old, tiny)
     assert result.error == ""
-    (found,) = result.verdicts
-    assert found.num_pairs == 5 and found.new > 0 and found.old > 0
+    seconds, processor = result.verdicts
+    assert (seconds.unit, seconds.num_pairs) == ("seconds", 5) and seconds.new > 0 and seconds.old > 0
+    assert processor.unit == "processor" and processor.num_pairs == 5
 
 
 @in_git
