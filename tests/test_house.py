@@ -5,7 +5,7 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -345,14 +345,35 @@ def strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_import_cycle_of_more_than_three_files():
-    """Also through imports for types only: a reader follows those too."""
+def import_cycles(paths: Iterable[Path], folder: Path) -> list[list[str]]:
+    """Groups of more than three modules that import each other. `folder`: where the package lies."""
     modules = {}
-    for path in SOURCES:
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in paths:
+        parts = path.relative_to(folder).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     graph = {name: imports_of(path, modules) - {name, "syncline"} for name, path in modules.items()}
-    assert [group for group in strongly_connected(graph) if len(group) > 3] == []
+    return [group for group in strongly_connected(graph) if len(group) > 3]
+
+
+def test_no_import_cycle_of_more_than_three_files():
+    """Also through imports for types only: a reader follows those too."""
+    assert import_cycles(SOURCES, PACKAGE.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("imports", "cycles"),
+    [
+        (["b", "c", "d", "a"], [["house.a", "house.b", "house.c", "house.d"]]),
+        (["b", "c", "a", "a"], []),  # three files, and one beside them
+        (["b", "c", "d", "e"], []),  # a chain; there is no e
+    ],
+)
+def test_the_guard_on_import_cycles_sees(tmp_path, imports, cycles):
+    for name, other in zip("abcd", imports, strict=True):
+        text = f"if TYPE_CHECKING:\n    from house import {other}\n" if name == "b" else f"import house.{other}\n"
+        (tmp_path / "house" / f"{name}.py").parent.mkdir(exist_ok=True)
+        (tmp_path / "house" / f"{name}.py").write_text(text)
+    assert import_cycles(sorted((tmp_path / "house").iterdir()), tmp_path) == cycles
 
 
 def private_definitions(tree: ast.AST) -> set[str]:
@@ -368,43 +389,177 @@ def private_definitions(tree: ast.AST) -> set[str]:
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
-def test_no_class_reaches_into_the_private_state_of_a_class_in_another_file():
-    by_file = {path: private_definitions(parsed(path)) for path in SOURCES}
+def foreign_private_state(trees: Mapping[str, ast.AST]) -> list[str]:
+    """Where a file uses a private attribute that another of these files defines, and it does not."""
+    by_file = {name: private_definitions(tree) for name, tree in trees.items()}
     ours = set().union(*by_file.values())
     found = []
-    for path in SOURCES:
-        for node in walk(parsed(path)):
-            if not isinstance(node, ast.Attribute) or node.attr not in ours - by_file[path]:
+    for name, tree in trees.items():
+        for node in walk(tree):
+            if not isinstance(node, ast.Attribute) or node.attr not in ours - by_file[name]:
                 continue
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                found.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    return found
 
 
-def assigned_to_self(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Attributes that methods give to their object, with what is given; also the fields of a class."""
+def test_no_class_reaches_into_the_private_state_of_a_class_in_another_file():
+    assert foreign_private_state({relative(path): parsed(path) for path in SOURCES}) == []
+
+
+OWNER_OF_PRIVATE_STATE = """
+class Owner:
+    def __init__(self): self._count = 0
+    def _grow(self): self._count += 1
+"""
+
+
+@pytest.mark.parametrize("text", ["owner._count", "self.owner._count = 2", "owner._grow()", "Owner()._count"])
+def test_the_guard_on_private_attributes_sees(text):
+    assert foreign_private_state({"owner": ast.parse(OWNER_OF_PRIVATE_STATE), "other": ast.parse(text)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self._count",  # of a subclass
+        "owner.count",
+        "frame._replace(number=1)",  # nothing of ours
+        "class Own:\n    def __init__(self, other): self._count = other._count",  # its own class has it
+    ],
+)
+def test_the_guard_on_private_attributes_leaves(text):
+    assert not foreign_private_state({"owner": ast.parse(OWNER_OF_PRIVATE_STATE), "other": ast.parse(text)})
+
+
+def is_callable_type(annotation: ast.expr | None) -> bool:
+    """`Callable[[], int]`, also with `| None`, in a string, or by a module's name; not a list of them."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return is_callable_type(ast.parse(annotation.value, mode="eval").body)
+    if isinstance(annotation, ast.BinOp):
+        return is_callable_type(annotation.left) or is_callable_type(annotation.right)
+    if isinstance(annotation, ast.Subscript):
+        is_optional = ast.unparse(annotation.value).rpartition(".")[2] == "Optional"
+        return is_callable_type(annotation.slice if is_optional else annotation.value)
+    name = annotation.attr if isinstance(annotation, ast.Attribute) else getattr(annotation, "id", "")
+    return name == "Callable"
+
+
+def callback_slots(tree: ast.AST) -> set[str]:
+    """Attributes of this file's classes that hold what is called back: annotated so, given a parameter that is
+    annotated so, or given a lambda.
+    """
+    found = set()
+    for owner in (node for node in walk(tree) if isinstance(node, ast.ClassDef)):
+        for field in owner.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                found |= {field.target.id} if is_callable_type(field.annotation) else set()
+        for method in (node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            arguments = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs]
+            callbacks = {argument.arg for argument in arguments if is_callable_type(argument.annotation)}
+            for target, annotation, value in assignments_of(method):
+                is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+                is_callback = isinstance(value, ast.Lambda) or getattr(value, "id", "") in callbacks
+                if is_own and (is_callback or is_callable_type(annotation)):
+                    found.add(target.attr)
+    return found
+
+
+def assignments_of(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, ast.expr | None]]:
+    """Each target of an assignment, with its annotation and its value; `a, b = c, d` are two."""
     for node in walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets if isinstance(node, ast.Assign | ast.AnnAssign) else ():
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
-                yield target.attr, node.value
-            elif isinstance(target, ast.Name):
-                yield target.id, node.value
+        if isinstance(node, ast.AnnAssign):
+            yield node.target, node.annotation, node.value
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else []
+                if isinstance(target, ast.Tuple) and len(values) == len(target.elts):
+                    yield from ((one, None, value) for one, value in zip(target.elts, values, strict=True))
+                else:
+                    yield target, None, node.value
+
+
+def patched_callbacks(tree: ast.AST, slots: set[str]) -> Iterator[tuple[int, str]]:
+    """Where an object gets one of these attributes from outside."""
+    for target, _, value in assignments_of(tree):
+        if not (isinstance(target, ast.Attribute) and target.attr in slots) or ast.unparse(target.value) == "self":
+            continue
+        if target.attr not in PLAIN_VALUES or isinstance(value, ast.Lambda):
+            yield target.lineno, ast.unparse(target)
+    for node in walk(tree):
+        if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr" and len(node.args) == 3):
+            continue
+        if getattr(node.args[1], "value", None) in slots and ast.unparse(node.args[0]) != "self":
+            yield node.lineno, ast.unparse(node)
+
+
+#: Names that are a callback in one class and a plain value in another, which its owner's caller sets.
+PLAIN_VALUES = {
+    "answer": "what a commit is answered; in worker/waits.py: takes an answer",
+    "failed": "a record of a failure; in reduce/rounds.py: is told of one",
+    "look": "a recorded look at the job; in cli/checks.py: makes a check",
+    "servers": "the servers of a registry; in worker/waits.py: asks for them",
+}
 
 
 def test_no_callback_is_patched_into_an_object_from_outside():
     """What is called back is given to the constructor, or through a method that says what for."""
-    assigned = [pair for path in SOURCES for pair in assigned_to_self(parsed(path))]
-    slots = {name for name, value in assigned if isinstance(value, ast.Lambda)}
-    slots -= {name for name, value in assigned if not isinstance(value, ast.Lambda)}
-    found = []
-    for path in SOURCES:
-        for node in walk(parsed(path)):
-            if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in slots):
-                continue
-            if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-                found.append(f"{relative(path)}:{node.lineno}: {ast.unparse(node)}")
+    slots = set().union(*(callback_slots(parsed(path)) for path in SOURCES))
+    found = [
+        f"{relative(path)}:{line}: {what}"
+        for path in SOURCES
+        for line, what in patched_callbacks(parsed(path), slots)
+    ]
     assert found == []
+    assert sorted(PLAIN_VALUES.keys() - slots) == [], "take these off the list: they are no callbacks"
+
+
+OWNER_OF_CALLBACKS = """
+class Field:
+    ended: Callable[[], None]
+class Annotated:
+    def __init__(self):
+        self.ended: Callable[[], bool] | None = None
+class Given:
+    def __init__(self, ended: "Callable[[], None] | None" = None):
+        self.number, self.ended = 0, ended
+class Assigned:
+    def __init__(self):
+        self.ended = lambda: None
+class Plain:
+    def __init__(self, number: int, many: list[Callable[[], None]]):
+        self.number, self.many = number, many
+"""
+
+
+@pytest.mark.parametrize("owner", ["Field", "Annotated", "Given", "Assigned"])
+def test_the_guard_on_callbacks_finds_the_slots_of(owner):
+    tree = ast.parse(OWNER_OF_CALLBACKS)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    found = {node.name: callback_slots(ast.Module([node], [])) for node in classes}
+    assert found[owner] == {"ended"} and found["Plain"] == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "job.ended = print",
+        "self.job.ended = lambda: None",
+        "job.number, job.ended = 1, self.end",
+        "job.ended: Callable[[], None] = print",
+        "setattr(job, 'ended', print)",
+        "request.answer = lambda: None",
+    ],
+)
+def test_the_guard_on_callbacks_sees(text):
+    assert list(patched_callbacks(ast.parse(text), {"ended", "answer"}))
+
+
+@pytest.mark.parametrize(
+    "text", ["self.ended = ended", "job.end_by(print)", "job.ended()", "ended = job.ended", "request.answer = 1"]
+)
+def test_the_guard_on_callbacks_leaves(text):
+    assert not list(patched_callbacks(ast.parse(text), {"ended", "answer"}))
 
 
 def test_no_two_classes_have_the_same_name():

@@ -145,7 +145,6 @@ class JobContext:
         self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}  # the last one of each member, and when it came
         self.advanced: dict[str, float] = {}  # when a worker's step last changed
         self.reports: dict[str, Report] = {}
-        self.page_link: Callable[[], str] | None = None  # makes a link that opens the page once
         self.latest_look: JobLook | None = None  # of the recorder
         self.long_wait = ""  # of the recorder: who waits for whom, where it is long
         self.verdicts: tuple[JobVerdict, ...] = ()  # of the recorder

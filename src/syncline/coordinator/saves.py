@@ -82,6 +82,14 @@ class SaveRequest:
         if later.turn:
             self.turn, self.on_snapshot = later.turn, later.on_snapshot
 
+    def hold_workers(self, turn: int, on_snapshot: Callable[[], None]) -> None:
+        """All workers stand still for this validation until `on_snapshot` is called."""
+        self.turn, self.on_snapshot = turn, on_snapshot
+
+    def forget_workers(self) -> None:
+        """The workers have gone on: a retry does not release them again."""
+        self.turn, self.on_snapshot = 0, None
+
     def release_workers(self) -> None:
         """The workers that stand still for the snapshot may go on."""
         if self.on_snapshot is not None:
@@ -266,8 +274,7 @@ class SaveService:
 
     def save_for_validation(self, turn: int, on_snapshot: Callable[[], None]) -> None:
         """Under the lock: all workers stand still until `on_snapshot` is called."""
-        request = self.request_save(f"validation {turn}")
-        request.turn, request.on_snapshot = turn, on_snapshot
+        self.request_save(f"validation {turn}").hold_workers(turn, on_snapshot)
         self._job.wake_reconfigurer()
 
     def script_has_ended(self, request: Request) -> None:
@@ -512,7 +519,7 @@ class SaveService:
         self._tell_all(EndSave(save.number))
         request = save.request
         if save.is_snapshot_taken:
-            request.turn, request.on_snapshot = 0, None  # the workers have gone on
+            request.forget_workers()
         request.num_tries += not is_urgent
         if request.num_tries >= MOST_TRIES:
             self._finish(save, StoreError(f"after {MOST_TRIES} tries: {reason}"))

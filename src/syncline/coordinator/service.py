@@ -74,10 +74,12 @@ class Coordinator:
         job: str = "",
         term: int = 1,
         watches: bool = True,
+        new_page_link: Callable[[], str] = str,
     ) -> None:
         """`given`: the settings of the launch and of syncline.toml. `ended`: is called once, with the outcome.
 
         `watches`: the members are other processes, which send heartbeats and may die without a word.
+        `new_page_link`: makes a link that opens the web page once, or returns "" where the job has none.
         """
         self.job = context = JobContext(
             given,
@@ -147,6 +149,7 @@ class Coordinator:
             self.registration,
             self.pace,
             (self.barriers, self.validation, self.leases, self.saves),
+            new_page_link,
         )
         self.ending = JobEnding(
             context, self.members.pending, self.leases, self.stop_rules, self.best_checkpoint, self.status

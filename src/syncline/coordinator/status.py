@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from syncline.config import JobConfig
@@ -76,9 +76,12 @@ class StatusService:
         registration: RegistrationService,
         pace: PaceService,
         wait_sources: Sequence[WaitSource],
+        new_page_link: Callable[[], str],
     ) -> None:
+        """`new_page_link`: makes a link that opens the web page once, or returns "" where the job has none."""
         self._job, self._metrics, self._leases, self._saves = job, metrics, leases, saves
         self._registration, self._pace, self._wait_sources = registration, pace, wait_sources
+        self._new_page_link = new_page_link
 
     # -- heartbeats, reports, job stats -------------------------------------------------------------------
 
@@ -275,8 +278,7 @@ class StatusService:
 
     def ask_page(self, request: Request, message: AskPage) -> None:
         """Replies with a link that opens the page once."""
-        make = self._job.page_link
-        request.reply(GivenPage(make() if make is not None else ""))
+        request.reply(GivenPage(self._new_page_link()))
 
     # -- status -------------------------------------------------------------------------------------------
 

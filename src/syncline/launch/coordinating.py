@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -25,7 +26,7 @@ from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
 from syncline.page.access import Access
-from syncline.page.serving import TOKEN_FILE, PageServer
+from syncline.page.serving import TOKEN_FILE, PageServer, link_of
 from syncline.sinks.choosing import choices
 from syncline.sinks.sink import SinkRun
 from syncline.sinks.thread import SinkThread
@@ -56,8 +57,15 @@ def run_coordinator(
     log = say("coordinator")
     faults.arm("coordinator", file.folder)
     journal = open_journal(file, resumes=resumes)
+    access = Access(file.job, file.token_bytes)
     coordinator = Coordinator(
-        file.given, log=log, ended=outcomes.append, journal=journal, job=file.job, term=journal.term
+        file.given,
+        log=log,
+        ended=outcomes.append,
+        journal=journal,
+        job=file.job,
+        term=journal.term,
+        new_page_link=functools.partial(_new_link, page, access),
     )
     if sock is None:
         sock = socket.socket(fileno=listen_fd) if listen_fd is not None else tcp.bind(file.host, file.port)
@@ -78,7 +86,7 @@ def run_coordinator(
     sinks = _begin_sinks(file, coordinator, recorder)
     recorder.start()
     coordinator.tracing.start(file.folder)
-    page_server = _begin_page(file, page, coordinator, recorder)
+    page_server = _begin_page(file, page, access, recorder)
     coordinator.start_deadline()
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
@@ -109,17 +117,18 @@ def _begin_sinks(file: JobFile, coordinator: Coordinator, recorder: Recorder) ->
     return found
 
 
-def _begin_page(
-    file: JobFile, page: PagePlan | None, coordinator: Coordinator, recorder: Recorder
-) -> PageServer | None:
+def _new_link(page: PagePlan | None, access: Access) -> str:
+    """A link that opens the page once; "" where the job has none."""
+    return link_of(page.sock, access.new_code(time.time())) if page is not None else ""
+
+
+def _begin_page(file: JobFile, page: PagePlan | None, access: Access, recorder: Recorder) -> PageServer | None:
     """Starts the page's thread."""
     if page is None:
         return None
-    access = Access(file.job, file.token_bytes)
     if page.code:
         access.add_code(page.code, time.time())
     server = PageServer(page.sock, access, file.folder.parent, file.folder.name, recorder)
-    coordinator.job.page_link = server.new_link
     _write_token(file, access)
     server.start()
     return server

@@ -88,6 +88,13 @@ class Channel:
         self._socket.close()
 
 
+class Activity:
+    """What a process of a pipeline does now: its engine writes it, other threads read it."""
+
+    def __init__(self) -> None:
+        self.is_computing = False
+
+
 class StageProcess:
     """One stage process, as its leader sees it."""
 
@@ -114,13 +121,20 @@ class StageProcesses:
         """
         self.processes, self.store_fd = list(processes), store_fd
         self._say, self._silent_seconds, self._ready_seconds = say, max(start_seconds, silent_seconds), silent_seconds
-        #: Set by the leader of the pipeline, read by other threads.
-        self.stats: Callable[[], tuple[StageStats, ...]] = tuple
-        self.is_computing: Callable[[], bool] = bool  #: the leader itself
+        self.activity = Activity()  #: of the leader itself
+        self._measure: Callable[[], tuple[StageStats, ...]] | None = None
         self.step_began: float | None = None  #: since when all stages compute a step together
         self._failure: Failure | None = None
         self._has_failed = threading.Event()
         threading.Thread(target=self._watch, name="stages", daemon=True).start()
+
+    def measure_by(self, measure: Callable[[], tuple[StageStats, ...]]) -> None:
+        """From now on `stats` answers with what this returns, from any thread."""
+        self._measure = measure
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """Of all processes of this pipeline; empty before its model is cut."""
+        return self._measure() if self._measure is not None else ()
 
     def are_ready(self) -> None:
         """All have made their parts of the model. Before, a process that loads libraries may be silent for long."""
@@ -143,7 +157,7 @@ class StageProcesses:
             for process in self.processes
             if now - process.heard >= _LOUD_SECONDS
         ]
-        computing = [f"stage 0 (process {os.getpid()}, computing)"] if self.is_computing() else []
+        computing = [f"stage 0 (process {os.getpid()}, computing)"] if self.activity.is_computing else []
         computing += [
             f"stage {process.number} (process {process.pid}, computing)"
             for process in self.processes
@@ -236,7 +250,7 @@ class StagePlace:
         self.number, self.num_processes = number, num_processes
         self.channel, self.store_fd = Channel(orders), store_fd
         self._pulse = pulse
-        self.is_computing: Callable[[], bool] = bool
+        self.activity = Activity()
 
     def begin(self, name: str) -> None:
         """From now on this process shows that it lives, and leaves signals and standard output to its leader."""
@@ -252,7 +266,7 @@ class StagePlace:
     def _beat(self) -> None:
         while True:
             try:
-                self._pulse.send(_COMPUTING if self.is_computing() else _IDLE)
+                self._pulse.send(_COMPUTING if self.activity.is_computing else _IDLE)
             except OSError:
                 os._exit(0)  # the leader is gone
             time.sleep(BEAT_SECONDS)

@@ -16,6 +16,7 @@ from syncline import config as configuration
 from syncline.errors import ConfigError
 from syncline.stats import StageSpan
 from syncline.torch.pipelining.orders import PrepareBatches, TensorMeta
+from syncline.worker.stages import Activity
 
 dist: Any = torch.distributed  # its types are incomplete
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -136,15 +137,22 @@ class PreparedSchedule(NamedTuple):
 class StageEngine:
     """The stages of one process of a pipeline. Every process makes the same calls in the same order."""
 
-    def __init__(self, own: Sequence[int], num_parts: int, loss_fn: LossFunction | None, schedule: str) -> None:
-        """`own`: the numbers of this process's parts."""
+    def __init__(
+        self,
+        own: Sequence[int],
+        num_parts: int,
+        loss_fn: LossFunction | None,
+        schedule: str,
+        activity: Activity,
+    ) -> None:
+        """`own`: the numbers of this process's parts. `activity`: says to other threads when these compute."""
         self._own, self._num_parts, self._loss_fn, self._schedule = tuple(own), num_parts, loss_fn, schedule
         self._rank = self._own[0]  # the parts of a process begin with the one of its number
         self._prepared: dict[int, PreparedSchedule] = {}
         self._scale, self._mean = 1.0, 1
         self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
         self.spans: list[StageSpan] = []  #: forwards and backwards since the last step began, by time.perf_counter
-        self.is_computing = False  #: now, for other threads
+        self._activity = activity
 
     @property
     def has_last(self) -> bool:
@@ -192,7 +200,7 @@ class StageEngine:
 
     def _timed(self, part: int, kind: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def run(micro_batch: int, *args: Any, **options: Any) -> Any:
-            began, self.is_computing = time.perf_counter(), True
+            began, self._activity.is_computing = time.perf_counter(), True
             try:
                 return compute(micro_batch, *args, **options)
             except RuntimeError as error:  # torch's own words about an error of a stage
@@ -201,7 +209,7 @@ class StageEngine:
                 raise
             finally:
                 self.spans.append(StageSpan(self._rank, part, kind, micro_batch, began, time.perf_counter()))
-                self.is_computing = False
+                self._activity.is_computing = False
 
         return run
 

@@ -98,15 +98,14 @@ class StageLeader:
         forget()
         self._share()
         self._engine.join(0, self._size, self._stages.store_fd, job.config.wait_seconds)
-        self._stages.stats = self.stats
+        self._stages.measure_by(self.stats)
         self._stages.are_ready()
 
     def _follow_cut(self) -> None:
         """What depends on where the model is cut."""
         self._holdings = share_out(self._tensors, self._layers, self.firsts, self._size)
         own = range(0, self._count, self._size)
-        self._engine = engine = StageEngine(own, self._count, self._loss_fn, self._schedule)
-        self._stages.is_computing = lambda: engine.is_computing
+        self._engine = StageEngine(own, self._count, self._loss_fn, self._schedule, self._stages.activity)
         self._kinds: dict[_Kind, int] = {}
         self._crossing: dict[int, list[int]] = {}  # by kind, the bytes of a step through each cut
         #: Of each process, in forwards and backwards, since the model was cut as it is; as `num_samples`.

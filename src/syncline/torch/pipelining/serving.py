@@ -98,8 +98,8 @@ class StageServer:
         all_holdings = share_out(self._tensors, self._layers, firsts, self._size)
         self._holdings = all_holdings[self._number]
         own = range(self._number, self._count, self._size)
-        self._engine = engine = StageEngine(own, self._count, self._loss_fn, self._job.config.schedule)
-        self._job.place.is_computing = lambda: engine.is_computing
+        schedule, activity = self._job.config.schedule, self._job.place.activity
+        self._engine = StageEngine(own, self._count, self._loss_fn, schedule, activity)
         own_buffers = set(self._holdings.buffers)
         self._unwritten = UnwrittenBuffers(
             self._tensors, [index for index in in_several(all_holdings) if index in own_buffers]
