@@ -19,12 +19,12 @@ def change(
     *,
     moves: bool = False,
     phase: int = 0,
-    stretches: dict[str, int] | None = None,
+    entering_phases: dict[str, int] | None = None,
 ) -> Reconfiguration:
     return Reconfiguration(
         7, {"server-1": 8, "server-0": 5}, fenced=fenced or {}, entering=entering or {},
         replica_sets=[ReplicaSet(0, "server-0")],
-        moves=moves, staying=staying, phase=phase, stretches=stretches,
+        moves=moves, staying=staying, phase=phase, entering_phases=entering_phases,
     )  # fmt: skip
 
 
@@ -203,14 +203,18 @@ def test_who_enters_is_beside_those_in_its_own_loop() -> None:
     inside = Standing("worker-1", 3, clock=7)
     entering = {"worker-2": 9}
     one = answered(
-        change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead, inside], 0), Prepared([], 0)
+        change(entering=entering, entering_phases={"worker-2": 0}), Prepared([ahead, inside], 0), Prepared([], 0)
     )
     assert one.places()["worker-2"].phase == 0 and one.standings()[0].turn() == (0, 7)
     late = answered(
-        change(entering=entering, stretches={"worker-2": 5 * LOOP}), Prepared([ahead, inside], 0), Prepared([], 0)
+        change(entering=entering, entering_phases={"worker-2": 5 * LOOP}),
+        Prepared([ahead, inside], 0),
+        Prepared([], 0),
     )
     assert late.standings()[0].turn() == (LOOP, 1), "no loop of that number has begun"
-    before = answered(change(entering=entering, stretches={"worker-2": 0}), Prepared([ahead], 0), Prepared([], 0))
+    before = answered(
+        change(entering=entering, entering_phases={"worker-2": 0}), Prepared([ahead], 0), Prepared([], 0)
+    )
     assert before.standings()[0].turn() == (0, 0), "alone in its loop, which is before the others'"
 
 
@@ -219,7 +223,7 @@ def test_who_enters_a_loop_that_all_others_have_left_is_not_at_its_end() -> None
     and it for them (ring, seeds 3000467 and 3000859)."""
     gone = Standing("worker-0", 2, clock=9, phase=2 * LOOP - 1, phase_began=9, inactive=True)
     one = answered(
-        change(entering={"worker-2": 9}, stretches={"worker-2": LOOP}), Prepared([gone], 0), Prepared([gone], 0)
+        change(entering={"worker-2": 9}, entering_phases={"worker-2": LOOP}), Prepared([gone], 0), Prepared([gone], 0)
     )
     assert one.places()["worker-2"].phase == LOOP and one.standings()[0].turn() == (LOOP, 0)
     rounds: Rounds[str] = Rounds(parse_policy("sync"), [])

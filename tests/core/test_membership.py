@@ -290,15 +290,15 @@ def test_a_worker_that_leaves_is_not_waited_for_at_barriers() -> None:
     assert barriers.ready(members.workers()) == [("end", 1)]
 
 
-def test_behind_a_barrier_a_stretch_begins_that_nobody_was_in() -> None:
+def test_behind_a_barrier_a_phase_begins_that_nobody_was_in() -> None:
     """Workers rest unequally often; the phase behind the barrier is later than any of theirs, for all alike."""
     barriers, seen = Barriers(), [0, 7, 3]
     for worker, phase in enumerate(seen):
         barriers.arrive("epoch", 1, f"worker-{worker}", phase)
-    first = barriers.next_stretch()
+    first = barriers.next_phase()
     assert first > max(seen)
     barriers.arrive("epoch", 2, "worker-0", first + 2)
-    assert barriers.next_stretch() > first + 2
+    assert barriers.next_phase() > first + 2
 
 
 def test_a_barrier_that_all_have_passed_is_open() -> None:

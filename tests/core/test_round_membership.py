@@ -303,7 +303,7 @@ class Job:
         self.log: list[list[Members]] = [[] for _ in self.servers]
         self.late: list[set[tuple[str, int]]] = [set() for _ in self.servers]
         self.todo = [self._life(script) for script in scripts]
-        self.clocks, self.stretches = [0] * len(scripts), [0] * len(scripts)
+        self.clocks, self.phases = [0] * len(scripts), [0] * len(scripts)
         self.network: dict[tuple[int, int], list[Told]] = {
             (worker, server): [] for worker in range(len(scripts)) for server in range(num_servers)
         }
@@ -338,14 +338,14 @@ class Job:
             self._say(worker, [0], what, None)
             return
         self._say(worker, range(len(self.servers)), what, None)
-        self.stretches[worker] += what == "rest"
+        self.phases[worker] += what == "rest"
 
     def _say(
         self, worker: int, servers: list[int] | range, what: str, round_membership: RoundMembership | None
     ) -> None:
         for server in servers:
             self.network[worker, server].append(
-                Told(what, self.clocks[worker], self.stretches[worker], round_membership)
+                Told(what, self.clocks[worker], self.phases[worker], round_membership)
             )
 
     def _hear(self, worker: int, server: int) -> None:

@@ -126,7 +126,7 @@ def test_who_leaves_with_an_open_commit_still_counts() -> None:
     assert applied(commit(rounds, 1, 1)) == [(("worker-0", 1), ("worker-1", 1))]
 
 
-def test_who_rests_is_left_out_until_its_next_stretch() -> None:
+def test_who_rests_is_left_out_until_its_next_phase() -> None:
     """The last batches of an epoch are uneven: who has none takes part in no more rounds of it."""
     rounds = rounds_of(SYNC, 2)
     commit(rounds, 0, 1)
@@ -135,7 +135,7 @@ def test_who_rests_is_left_out_until_its_next_stretch() -> None:
     assert rounds.rest("worker-1", 11, 0).apply == (), "saying it again changes nothing"
 
 
-def test_a_new_stretch_waits_for_those_still_in_the_old_one() -> None:
+def test_a_new_phase_waits_for_those_still_in_the_old_one() -> None:
     """Worker 1 is an epoch ahead: its first round of it has worker 0 in it, however slow worker 0 is."""
     rounds = rounds_of(SYNC, 2)
     rounds.rest("worker-1", 11, 0)
@@ -146,7 +146,7 @@ def test_a_new_stretch_waits_for_those_still_in_the_old_one() -> None:
     assert applied(commit(rounds, 0, 2, phase=1)) == [(("worker-0", 2), ("worker-1", 1))]
 
 
-def test_a_stretch_that_was_rested_from_is_over() -> None:
+def test_a_phase_that_was_rested_from_is_over() -> None:
     rounds = rounds_of(SYNC, 2)
     commit(rounds, 0, 1)
     rounds.rest("worker-0", 10, 0)
@@ -159,21 +159,21 @@ def test_a_stretch_that_was_rested_from_is_over() -> None:
     assert rounds.standings["worker-0"].active, "an old rest that comes late is not one from the new phase"
 
 
-def events_of(worker: int, stretches: list[int]) -> Iterator[tuple[str, int, int, int]]:
+def events_of(worker: int, phases: list[int]) -> Iterator[tuple[str, int, int, int]]:
     """What one worker does in its life: so many commits per phase, a rest after each, and it leaves."""
     clock = 0
-    for phase, count in enumerate(stretches):
+    for phase, count in enumerate(phases):
         for _ in range(count):
             clock += 1
             yield ("commit", worker, clock, phase)
         yield ("rest", worker, clock, phase)
-    yield ("leave", worker, clock, len(stretches))
+    yield ("leave", worker, clock, len(phases))
 
 
 def run_sync(script: list[list[int]], seed: int) -> list[Round]:
     """One legal interleaving: a worker goes on once its round is applied. Some events are said twice."""
     chance, rounds = random.Random(seed), rounds_of(SYNC, len(script))
-    lives = {worker: events_of(worker, stretches) for worker, stretches in enumerate(script)}
+    lives = {worker: events_of(worker, phases) for worker, phases in enumerate(script)}
     waits: dict[int, int] = {}  # worker, the clock that it waits for
     found: list[Round] = []
     while lives:
@@ -277,7 +277,7 @@ def test_a_worker_that_comes_back_from_a_rest_is_not_behind() -> None:
 def run_bounded(script: list[list[int]], bound: int, window: int, seed: int) -> None:
     """Random lives under `bounded:K`: the lag at each answer is counted here a second time; nobody is stuck."""
     chance, rounds = random.Random(seed), rounds_of(f"bounded:{bound}", len(script))
-    lives = {worker: list(events_of(worker, stretches)) for worker, stretches in enumerate(script)}
+    lives = {worker: list(events_of(worker, phases)) for worker, phases in enumerate(script)}
     ahead = dict.fromkeys(lives, 0)  # commits, with rests made good
     active, parked, log = set(lives), [], []
     while any(lives.values()) or parked:
@@ -310,9 +310,9 @@ def run_bounded(script: list[list[int]], bound: int, window: int, seed: int) -> 
                 slowest = min(ahead[w] for w in active)
                 assert its_place - slowest <= bound, f"lag {its_place - slowest} over {bound} (seed {seed})"
                 assert rounds.lag(f"worker-{who}", its_clock) == its_place - slowest
-    for worker, stretches in enumerate(script):
+    for worker, phases in enumerate(script):
         mine = [clock for ((name, clock),) in log if name == f"worker-{worker}"]
-        assert mine == list(range(1, sum(stretches) + 1)), "each commit once, in order"
+        assert mine == list(range(1, sum(phases) + 1)), "each commit once, in order"
 
 
 @given(scripts, st.integers(0, 3), st.integers(0, 3), st.integers(0, 2**32))

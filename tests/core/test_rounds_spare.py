@@ -79,7 +79,7 @@ def test_a_dead_one_that_is_not_settled_may_be_the_spare_one() -> None:
     assert rounds.leave_fenced("worker-2", 12).apply == ()
 
 
-def test_who_is_left_behind_in_an_old_stretch_goes_on_with_the_others() -> None:
+def test_who_is_left_behind_in_an_old_phase_goes_on_with_the_others() -> None:
     """Its own count of rests is behind for the rest of the era; that is no error, and it is late once only."""
     rounds = rounds_of(1, 3)
     for worker in (0, 1):
@@ -114,14 +114,14 @@ def test_who_enters_does_so_after_the_last_closed_round() -> None:
     assert applied(commit(rounds, 1, 3)) == [(("worker-0", 3), ("worker-1", 3), ("worker-3", 1))]
 
 
-def lives(worker: int, stretches: list[int]) -> Iterator[tuple[str, int, int]]:
+def lives(worker: int, phases: list[int]) -> Iterator[tuple[str, int, int]]:
     clock = 0
-    for phase, count in enumerate(stretches):
+    for phase, count in enumerate(phases):
         for _ in range(count):
             clock += 1
             yield ("commit", clock, phase)
         yield ("rest", clock, phase)
-    yield ("leave", clock, len(stretches))
+    yield ("leave", clock, len(phases))
 
 
 @given(
@@ -133,7 +133,7 @@ def test_random_lives(script: list[list[int]], spare: int, seed: int) -> None:
     """Every commit is in exactly one round or late; no more are left out of a round than may be; nobody is stuck; and
     nobody that is waited for is late: late is who comes after a round of its own was closed without it."""
     chance, rounds = random.Random(seed), rounds_of(spare, len(script))
-    going = {worker: lives(worker, stretches) for worker, stretches in enumerate(script)}
+    going = {worker: lives(worker, phases) for worker, phases in enumerate(script)}
     waiting: dict[str, int] = {}
     counted: list[tuple[str, int]] = []
     late: list[tuple[str, int]] = []

@@ -58,7 +58,7 @@ def test_every_sample_counts_once_whoever_dies_or_asks_twice(seed: int) -> None:
     assert core.state.steps == {"": 7}
 
 
-def test_a_stint_is_large_first_and_made_of_whole_batches() -> None:
+def test_a_shard_is_large_first_and_made_of_whole_batches() -> None:
     core, owners = begun(2)
     sizes, done = [], None
     while (done := ask(core, owners[0], done)).validation_shard:

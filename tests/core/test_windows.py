@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from syncline.core.windows import Window, stretch
+from syncline.core.windows import Window, add_up
 from syncline.stats import JobFigures, MemberFigures, Wait
 
 PHASES = ("compute", "data", "stage", "wait", "pull", "transfer", "total")
@@ -40,7 +40,7 @@ def looks(seed: int, num_workers: int = 6) -> list[JobFigures]:
 @pytest.mark.parametrize("seed", range(20))
 def test_means_are_weighted_by_steps(seed: int) -> None:
     found = looks(seed)
-    part = stretch(found)
+    part = add_up(found)
     for name, means in part.workers.items():
         own = [one for look in found for one in look.members if one.name == name and one.num_steps]
         steps = sum(one.num_steps for one in own)
@@ -57,7 +57,7 @@ def test_means_are_weighted_by_steps(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 7])
 def test_what_is_usual_is_the_median_of_the_others(seed: int, num_workers: int) -> None:
-    part = stretch(looks(seed, num_workers))
+    part = add_up(looks(seed, num_workers))
     for name in part.workers if len(part.workers) > 1 else ():
         for phase in PHASES:
             others = [getattr(one, phase) for one in part.workers.values() if one.name != name]
@@ -67,7 +67,7 @@ def test_what_is_usual_is_the_median_of_the_others(seed: int, num_workers: int) 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_whole_is_the_sum_of_its_halves(seed: int) -> None:
     window = Window(looks(seed))
-    whole = stretch(window.looks)
+    whole = add_up(window.looks)
     assert len(window.looks) == 20 and window.is_enough
     assert window.whole.workers.keys() == whole.workers.keys()
     for name, means in whole.workers.items():

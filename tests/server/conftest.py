@@ -156,7 +156,7 @@ class House:
         )  # fmt: skip
         self.servers[member.name] = server
         server.form(Joined(member.incarnation, self.generation, self.members, self.config, late))
-        server.snapshot_gate().barrier_seconds = PATIENCE  # a test that waits it out sets its own
+        server.snapshot_barrier().barrier_seconds = PATIENCE  # a test that waits it out sets its own
         peers = Peer("coordinator", "coordinator", 0), Peer("server", member.name, 0)
         self._coordinators[member.name] = self.connect(*peers, Stamp("job"), member.name)
         return server

@@ -163,7 +163,7 @@ def test_a_barrier_opens_by_itself(make_house: MakeHouse) -> None:
     """The coordinator dies after it has closed the barrier for a cut: commits go on, and nothing is marked later."""
     house = made(make_house)
     for name in house.servers:
-        house.servers[name].snapshot_gate().barrier_seconds = 10 * WAIT  # that of saves
+        house.servers[name].snapshot_barrier().barrier_seconds = 10 * WAIT  # that of saves
         house.tell(name, CloseSnapshotBarrier(1, is_save=False, seconds=0.01)).wait(WAIT)
     push(house, 1)
     with pytest.raises(ProtocolError, match="the snapshot barrier of cut 1 is no longer closed"):

@@ -8,7 +8,7 @@ import pytest
 from tests.patience import PATIENCE
 from tests.server.conftest import eventually
 from tests.server.rings import check_all_equal, check_ledger, push_cells, start
-from tests.server.test_host_leaders import AABB, relay_of, ring
+from tests.server.test_host_leaders import AABB, host_reducer_of, ring
 
 from syncline.core.wire.message import Done
 from syncline.core.wire.traffic import HostSum, ShareSums, WholeSum
@@ -36,7 +36,7 @@ def test_a_sum_is_not_written_over_while_a_neighbour_reads_it(monkeypatch: pytes
         acknowledged: dict[str, int] = {}
         threads = start(jobs, lambda job: push_cells(job, 2, acknowledged), set())
         eventually(lambda: len(acknowledged) == 3)
-        places = relay_of(jobs, "server-0").host_round.setup.memories
+        places = host_reducer_of(jobs, "server-0").host_round.setup.memories
         eventually(lambda: any(place.waiting for place in places.values()))
         assert set(acknowledged.values()) == {1}
         waits = jobs.servers["server-0"].beat
@@ -94,11 +94,11 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
     with ring(AABB, slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
         server = jobs.servers["server-0"]
-        host_reducers, relay = server.ring.host_reducers, relay_of(jobs, "server-0")
-        known = (relay.generation, 99)
+        host_reducers, reducer = server.ring.host_reducers, host_reducer_of(jobs, "server-0")
+        known = (reducer.generation, 99)
         mine = next(iter(server.slices))
         theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
-        carrier = relay.host_leaders.of(mine)["b"]
+        carrier = reducer.host_leaders.of(mine)["b"]
         other = next(name for name in ("server-2", "server-3") if name != carrier)
 
         def buffers_for(name: str, message: Any) -> list[int]:
@@ -123,8 +123,8 @@ def test_who_gives_sums_that_are_not_its_own_is_refused() -> None:
 def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() -> None:
     with ring(["a", "a", "b"], slice_bytes=512) as jobs:
         jobs.run(lambda job: push_cells(job, 1, {}))
-        server, relay = jobs.servers["server-0"], relay_of(jobs, "server-0")
-        known, mine = (relay.generation, 99), next(iter(server.slices))
+        server, reducer = jobs.servers["server-0"], host_reducer_of(jobs, "server-0")
+        known, mine = (reducer.generation, 99), next(iter(server.slices))
         members = jobs.coordinator.membership.state.members
         far, near = (
             jobs.servers[name].hosting.partner(members["server-0"]).connect() for name in ("server-2", "server-1")
@@ -132,17 +132,17 @@ def test_sums_without_their_bytes_and_of_rounds_that_nobody_knows_are_refused() 
         theirs = next(n for n, b in server.hosting.backups.backups.items() if b.primary == "server-1")
         with pytest.raises(ProtocolError, match="without its bytes"):
             far.call(HostSum(*known, mine)).wait(PATIENCE)
-        server.ring.host_reducers.shared[relay.generation]["server-1"].pop(theirs)
+        server.ring.host_reducers.shared[reducer.generation]["server-1"].pop(theirs)
         with pytest.raises(ProtocolError, match="without its bytes"):
             near.call(WholeSum(*known, theirs)).wait(PATIENCE)
-        relay.most_kept, size = 2, server.slices[mine].part.num_bytes
+        reducer.most_kept, size = 2, server.slices[mine].part.num_bytes
         for number in range(99, 102):
-            message = HostSum(relay.generation, number, mine)
+            message = HostSum(reducer.generation, number, mine)
             call = far.call(message, buffers=[memoryview(bytes(size))], payload_bytes=size)
             assert call.is_done == (number == 101), "two wait for their rounds"
         with pytest.raises(ProtocolError, match="unknown"):
             call.wait(PATIENCE)
-        assert len(relay.kept) == 2
+        assert len(reducer.kept) == 2
         far.call(message, buffers=[memoryview(bytes(size - 1))], payload_bytes=size - 1)
         eventually(lambda: not far.is_open)  # a size that cannot be
 
@@ -153,7 +153,7 @@ def test_what_comes_before_its_generation_waits_for_it() -> None:
         server = jobs.servers["server-0"]
         host_reducers, before, mine = (
             server.ring.host_reducers,
-            relay_of(jobs, "server-0"),
+            host_reducer_of(jobs, "server-0"),
             next(iter(server.slices)),
         )
         member = jobs.coordinator.membership.state.members["server-0"]
@@ -178,7 +178,7 @@ def test_who_lends_what_cannot_be_is_refused(places: list[tuple[int, int]]) -> N
         first, second = (jobs.servers[f"server-{rank}"] for rank in range(2))
         member = jobs.coordinator.membership.state.members["server-1"]
         endpoint = first.hosting.partner(member).connect()
-        generation = relay_of(jobs, "server-0").generation
+        generation = host_reducer_of(jobs, "server-0").generation
         with pytest.raises(ProtocolError):
             endpoint.call(ShareSums(generation + 1, 4096, places), attachment=HeapMemory(4096)).wait(PATIENCE)
         with pytest.raises(ProtocolError, match="did not arrive"):

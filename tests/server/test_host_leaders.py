@@ -34,10 +34,10 @@ def ring(on: list[str], **settings: Any) -> Any:
     return local_job(workers=len(on), exchange="ring", on=on, **{"slice_bytes": 256, **settings})
 
 
-def relay_of(jobs: Any, name: str) -> HierarchicalReducer:
-    relay = jobs.servers[name].ring.host_reducers.current
-    assert relay is not None
-    return relay
+def host_reducer_of(jobs: Any, name: str) -> HierarchicalReducer:
+    reducer = jobs.servers[name].ring.host_reducers.current
+    assert reducer is not None
+    return reducer
 
 
 def crossing(jobs: Any, on: list[str]) -> dict[str, list[int]]:
@@ -95,7 +95,7 @@ def test_a_ring_of_hosts_and_servers_come_to_the_same(rule: str, clip: float | N
             found[name] = jobs.run(lambda job: train(job, rule, clip))
             if name == "ring":
                 check_all_equal(jobs)
-                assert relay_of(jobs, "server-2").next_round.number, "sums went by host leaders"
+                assert host_reducer_of(jobs, "server-2").next_round.number, "sums went by host leaders"
     for one, two in zip(found["servers"], found["ring"], strict=True):
         torch.testing.assert_close(one, two)
         assert torch.equal(two, found["ring"][0]), "all ranks have the same, bit by bit"
@@ -118,7 +118,7 @@ def test_where_memory_cannot_be_lent_sums_are_sent(monkeypatch: pytest.MonkeyPat
     with ring(["a", "a", "b"]) as jobs:
         acknowledged: dict[str, int] = {}
         jobs.run(lambda job: (push_cells(job, 3, acknowledged), job.barrier("all")))
-        assert not any(relay_of(jobs, f"server-{rank}").host_round.setup.readers for rank in range(3))
+        assert not any(host_reducer_of(jobs, f"server-{rank}").host_round.setup.readers for rank in range(3))
         check_all_equal(jobs)
         assert check_ledger(jobs[0], acknowledged) == [3, 3, 3, 0]
 
@@ -210,7 +210,7 @@ def test_a_death_in_the_middle_of_a_round(monkeypatch: pytest.MonkeyPatch, at: s
 
         threads = start(jobs, work, gone)
         passed.wait(PATIENCE)
-        before.append(relay_of(jobs, "server-0").generation)
+        before.append(host_reducer_of(jobs, "server-0").generation)
         stops.set()
         go.set()
         eventually(lambda: len(kept) >= number)

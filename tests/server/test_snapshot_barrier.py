@@ -104,7 +104,7 @@ def test_a_server_without_slices_says_so_and_stands_in_nobodys_way(make_house: M
 def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"].snapshot_gate().barrier_seconds = 0.05
+    house.servers["server-0"].snapshot_barrier().barrier_seconds = 0.05
     closed(house, "server-0")
     house.workers["worker-0"].commit("server-0", 1, x()).wait(WAIT)
     assert any("opens by itself" in line for line in house.lines)
@@ -115,7 +115,7 @@ def test_a_gate_opens_by_itself_and_a_mark_after_that_is_refused(make_house: Mak
 def test_a_gate_that_cannot_close_is_given_up(make_house: MakeHouse) -> None:
     house = make_house(1, 1, policy="async")
     house.register(x(0.0))
-    house.servers["server-0"].snapshot_gate().barrier_seconds = 0.05
+    house.servers["server-0"].snapshot_barrier().barrier_seconds = 0.05
     slot = house.slot("server-0", 0)
     slot.pin()
     worker = house.workers["worker-0"]

@@ -26,9 +26,9 @@ class AtBarriers(Saving):
             self.after(0.05, self._release_barriers)
             return
         whole = self.barriers.ready([*self.state.entered, *self.state.fencing] or self.membership.workers())
-        stretches = self.barriers.pass_all(whole)
+        phases = self.barriers.pass_all(whole)
         self.barriers.forget(whole)
-        for (_, turn), self.state.phase in zip(whole, stretches, strict=True):
+        for (_, turn), self.state.phase in zip(whole, phases, strict=True):
             self.keep()
             for name, (known, _) in list(self.at_barrier.items()):
                 if known == turn:

@@ -308,7 +308,7 @@ class Barriers:
 
     def __init__(self, phase: int = 0, passed: dict[str, int] | None = None) -> None:
         self._waiting: dict[tuple[str, int], set[str]] = {}
-        self._stretch = phase
+        self._phase = phase
         self.passed: dict[str, int] = {} if passed is None else passed
 
     def arrive(self, name: str, turn: int, worker: str, phase: int = 0) -> bool:
@@ -316,7 +316,7 @@ class Barriers:
         if turn <= self.passed.get(name, 0):
             return False
         self._waiting.setdefault((name, turn), set()).add(worker)
-        self._stretch = max(self._stretch, phase)
+        self._phase = max(self._phase, phase)
         return True
 
     @staticmethod
@@ -329,10 +329,10 @@ class Barriers:
         """
         return Passed(max(phase, begun), is_away=phase >= begun, turn=turn)
 
-    def next_stretch(self) -> int:
+    def next_phase(self) -> int:
         """The phase after a barrier: later than any phase so far."""
-        self._stretch = after_barrier(self._stretch)
-        return self._stretch
+        self._phase = after_barrier(self._phase)
+        return self._phase
 
     def ready(self, workers: list[str]) -> list[tuple[str, int]]:
         """Barriers that all of these have reached."""
@@ -342,7 +342,7 @@ class Barriers:
         """Opens these barriers. Returns the phase after each."""
         for name, turn in keys:
             self.passed[name] = max(turn, self.passed.get(name, 0))
-        return [self.next_stretch() for _ in keys]
+        return [self.next_phase() for _ in keys]
 
     def take_back(self, passed: dict[str, int]) -> None:
         """Journaling failed and no worker was told: closes them again."""

@@ -31,7 +31,7 @@ class Planner:
     def __init__(self, membership: Membership) -> None:
         self._membership, self.state = membership, membership.state
         self.entering: dict[str, int] = {}  # workers that want to take part -> how often they have entered before
-        self._stretches: dict[str, int] = {}  # phases of the loops that they are in
+        self._entering_phases: dict[str, int] = {}  # phases of the loops that they are in
         self.retiring: set[str] = set()  # servers that want to leave
         self.strangers: set[str] = set()  # servers that do not know the layout yet
         self.moves = False  # a server died, or primaries are about to change: replica sets are not announced now
@@ -44,7 +44,7 @@ class Planner:
         """Continues after an earlier coordinator, which may have died during a reconfiguration."""
         self.moves = self.state.is_changing
         if self.state.replica_sets_before:
-            self._seat_who_has_all(self.state.replica_sets_before)
+            self._keep_complete_replicas(self.state.replica_sets_before)
         self.strangers.update(self._membership.servers())
 
     # -- what happens -------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Planner:
         if member.role == "server" and self._membership.formed:
             self.moves = self._server_is_out = True  # also for a backup: its primaries wait for the new replica sets
             if self.state.replica_sets_before:
-                self._seat_who_has_all(self.state.replica_sets_before)
+                self._keep_complete_replicas(self.state.replica_sets_before)
             elif self._before is not None:
                 # for slices that it was to take over, others still have everything
                 self._restore_replica_sets(self._before)
@@ -68,7 +68,7 @@ class Planner:
     def has_left(self, name: str) -> None:
         """The member has left: drops its requests."""
         self.entering.pop(name, None)
-        self._stretches.pop(name, None)
+        self._entering_phases.pop(name, None)
         self.retiring.discard(name)
 
     def enter(self, name: str, incarnation: int, entry: int, phase: int = -1) -> Entered | None:
@@ -76,7 +76,7 @@ class Planner:
         *known, place = self._places.get(name, (0, 0, None))
         if place is not None and known == [incarnation, entry]:
             return place
-        self.entering[name], self._stretches[name] = entry, phase
+        self.entering[name], self._entering_phases[name] = entry, phase
         return None
 
     def retire(self, name: str) -> None:
@@ -136,9 +136,9 @@ class Planner:
                 return None
             self._before = dict(state.replica_sets)
             state.replica_sets_before = self._before if state.config.is_ring else {}
-            self._seat(wanted.replica_sets)
+            self._take_replica_sets(wanted.replica_sets)
         if state.lost:
-            self._seat(rehome(state.replica_sets.values(), sizes, self._membership.servers()))
+            self._take_replica_sets(rehome(state.replica_sets.values(), sizes, self._membership.servers()))
             self.moves = True
         self._server_is_out = False
         # From now on servers may count them: a worker that dies while entering must be fenced.
@@ -157,10 +157,10 @@ class Planner:
             moves=self.moves,
             staying=staying,
             phase=state.phase,
-            stretches={name: self._stretches.get(name, -1) for name in entering},
+            entering_phases={name: self._entering_phases.get(name, -1) for name in entering},
         )
 
-    def _seat(self, replica_sets: Collection[ReplicaSet]) -> None:
+    def _take_replica_sets(self, replica_sets: Collection[ReplicaSet]) -> None:
         known = self.state.replica_sets
         if self.state.config.is_ring or any(
             known[replica_set.slice].primary != replica_set.primary for replica_set in replica_sets
@@ -188,9 +188,9 @@ class Planner:
                     number, replica_set.primary, tuple(name for name in replica_set.backups if name in now.names)
                 )
             )
-        self._seat_again(before, kept)
+        self._reset_replica_sets(before, kept)
 
-    def _seat_who_has_all(self, before: Mapping[int, ReplicaSet]) -> None:
+    def _keep_complete_replicas(self, before: Mapping[int, ReplicaSet]) -> None:
         """In a ring with an unfinished reconfiguration: joining servers may be incomplete, and leaving servers may
         have dropped their state. All others have everything.
         """
@@ -199,11 +199,11 @@ class Planner:
             for number, replica_set in before.items()
             if number in self.state.replica_sets
         ]
-        self._seat_again(
+        self._reset_replica_sets(
             before, [ReplicaSet(number, names[0] if names else "", tuple(names[1:])) for number, names in both]
         )
 
-    def _seat_again(self, before: Mapping[int, ReplicaSet], kept: Collection[ReplicaSet]) -> None:
+    def _reset_replica_sets(self, before: Mapping[int, ReplicaSet], kept: Collection[ReplicaSet]) -> None:
         state, self._before = self.state, None
         state.replica_sets_before = {}
         named = {name for replica_set in kept for name in replica_set.names}
@@ -276,15 +276,15 @@ class Reconfiguration:
         moves: bool,
         staying: Mapping[str, int] | None = None,
         phase: int = 0,
-        stretches: Mapping[str, int] | None = None,
+        entering_phases: Mapping[str, int] | None = None,
     ) -> None:
         """`servers` with their incarnations; `staying`: workers that already take part; `phase`: begun by the last
-        barrier; `stretches`: phases of the loops of entering workers.
+        barrier; `entering_phases`: phases of the loops of entering workers.
         """
         self.generation, self.servers = generation, dict(sorted(servers.items()))
         self.fenced, self.entering = dict(fenced), dict(entering)
         self.replica_sets, self.moves = list(replica_sets), moves
-        self.staying, self.phase, self._stretches = dict(staying or {}), phase, dict(stretches or {})
+        self.staying, self.phase, self._entering_phases = dict(staying or {}), phase, dict(entering_phases or {})
         self.answers: dict[str, Prepared] = {}
         #: By worker: its clock at a boundary, and its commits between two boundaries.
         self.boundaries: dict[str, tuple[int, int]] = {}
@@ -384,7 +384,7 @@ class Reconfiguration:
         """
         clock = known.clock if known is not None and known.incarnation == incarnation else 0
         phase, number = self.turn()
-        own = self._stretches.get(name, -1)
+        own = self._entering_phases.get(name, -1)
         if self.phase <= own < phase + LOOP:
             # Not at the loop's end, even if all others are there: from there no worker could pause in this loop.
             beside = [s for s in self._standings() if s.phase // LOOP == own // LOOP and not (s.left or s.fenced)]

@@ -275,7 +275,7 @@ class Rounds(Generic[T]):
             if not self.decides:
                 raise ProtocolError(f"{worker} commits clock {clock}, whose round is not known")
         self._enter_barrier_epoch(phase)
-        self._enter_stretch(standing, self._not_behind(standing, phase), back_at)
+        self._enter_phase(standing, self._not_behind(standing, phase), back_at)
         standing.clock = clock
         standing.position += 1
         commit = Commit(worker, incarnation, clock, item)
@@ -378,7 +378,7 @@ class Rounds(Generic[T]):
         is_moved = self.policy.spare and phase // BARRIER_EPOCH == standing.phase // BARRIER_EPOCH
         return max(phase, standing.phase) if is_moved else phase
 
-    def _enter_stretch(self, standing: Standing, phase: int, back_at: int | None) -> None:
+    def _enter_phase(self, standing: Standing, phase: int, back_at: int | None) -> None:
         """A worker commits in this phase: ends its rest, and begins the phase if it is new."""
         last_inactive = standing.inactive and not self.policy.spare
         if phase < standing.phase or (phase == standing.phase and last_inactive):

@@ -185,12 +185,12 @@ class TracedLife:
 
 
 def _best(knots: Sequence[Knot]) -> list[Knot]:
-    """The knot with the least error of each stretch of time, by their clock."""
+    """The knot with the least error of each interval of time, by their clock."""
     found: dict[int, Knot] = {}
     for knot in knots:
-        stretch = knot.at // KNOT_US
-        if stretch not in found or knot.error < found[stretch].error:
-            found[stretch] = knot
+        interval = knot.at // KNOT_US
+        if interval not in found or knot.error < found[interval].error:
+            found[interval] = knot
     return sorted(found.values(), key=lambda knot: knot.at)
 
 

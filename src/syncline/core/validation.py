@@ -40,13 +40,13 @@ class Run(msgspec.Struct):
     num_samples: int = -1  # not known yet
     batch: int = 1
     todo: list[tuple[int, int]] = []
-    stints: dict[int, ValidationShard] = {}
+    shards: dict[int, ValidationShard] = msgspec.field(default_factory=dict, name="stints")  # as journals have it
     sums: dict[str, float] = {}
     errors: dict[str, float] = {}  # sums of rounding errors
 
     @property
     def is_finished(self) -> bool:
-        return self.num_samples >= 0 and not self.todo and not self.stints
+        return self.num_samples >= 0 and not self.todo and not self.shards
 
     def open(self, num_samples: int, batch: int) -> None:
         if self.num_samples < 0:
@@ -62,7 +62,7 @@ class Run(msgspec.Struct):
     def take(self, number: int, owner: Identity, num_inside: int) -> ValidationShard | None:
         """The next validation shard: large ones first, so that all workers finish at about the same time."""
         known = next(
-            (validation_shard for validation_shard in self.stints.values() if validation_shard.owner == owner), None
+            (validation_shard for validation_shard in self.shards.values() if validation_shard.owner == owner), None
         )
         if known is not None or not self.todo:
             return None
@@ -71,14 +71,14 @@ class Run(msgspec.Struct):
         size = max(1, math.ceil(left / (2 * max(1, num_inside)) / self.batch)) * self.batch
         if begin + size < end:
             self.todo.insert(0, (begin + size, end))
-        validation_shard = self.stints[number] = ValidationShard(*owner, begin, min(end, begin + size))
+        validation_shard = self.shards[number] = ValidationShard(*owner, begin, min(end, begin + size))
         return validation_shard
 
     def finish(
         self, number: int, owner: Identity, sums: Mapping[str, float], errors: Mapping[str, float] = {}
     ) -> bool:
         """Its owner has finished a validation shard: it counts, once."""
-        validation_shard = self.stints.get(number)
+        validation_shard = self.shards.get(number)
         if validation_shard is None or validation_shard.owner != owner:
             return False
         if self.sums and set(self.sums) != set(sums):
@@ -86,17 +86,17 @@ class Run(msgspec.Struct):
             raise ConfigError(
                 f"job.validate: some batches have {odd}, others have not: fn must always return the same metrics"
             )
-        del self.stints[number]
+        del self.shards[number]
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
         self.errors = {name: self.errors.get(name, 0.0) + errors.get(name, 0.0) for name in sums}
         return True
 
     def out(self, owner: Identity) -> bool:
         """An incarnation is over. Returns whether it had a validation shard, which is to do again."""
-        mine = [number for number, validation_shard in self.stints.items() if validation_shard.owner == owner]
-        self.todo = sorted([*self.todo, *((self.stints[n].begin, self.stints[n].end) for n in mine)])
+        mine = [number for number, validation_shard in self.shards.items() if validation_shard.owner == owner]
+        self.todo = sorted([*self.todo, *((self.shards[n].begin, self.shards[n].end) for n in mine)])
         for number in mine:
-            del self.stints[number]
+            del self.shards[number]
         return bool(mine)
 
     def values(self) -> dict[str, float]:
@@ -236,7 +236,7 @@ class ValidationState(msgspec.Struct):
     called: int = 0  # the same, while not all have come
     step: int = 0  # announced with the call
     due: list[str] = []  # its sets
-    next_stint: int = 1
+    next_shard: int = msgspec.field(default=1, name="next_stint")  # as journals have it
     steps: dict[str, int] = {}  # set -> the step of its last validation
     epochs: dict[str, int] = {}  # set -> the epoch of its last validation
     floor: int = 0  # the step of the checkpoint that the job started from
@@ -316,13 +316,13 @@ class Validating:
             run.finish(message.validation_shard, owner, message.sums, message.errors)
         # A shard requested twice was lost on the way.
         lost = next(
-            (number for number, validation_shard in run.stints.items() if validation_shard.owner == owner), None
+            (number for number, validation_shard in run.shards.items() if validation_shard.owner == owner), None
         )
-        number = lost if lost is not None else self.state.next_stint
-        validation_shard = run.stints[number] if lost is not None else run.take(number, owner, len(now.inside))
+        number = lost if lost is not None else self.state.next_shard
+        validation_shard = run.shards[number] if lost is not None else run.take(number, owner, len(now.inside))
         if validation_shard is None:
             return GivenValidationShard(0)
-        self.state.next_stint = max(self.state.next_stint, number + 1)
+        self.state.next_shard = max(self.state.next_shard, number + 1)
         return GivenValidationShard(number, validation_shard.begin, validation_shard.end)
 
     def end(self) -> Validation | None:

@@ -18,7 +18,7 @@ from syncline.core.conditions import is_less_better
 from syncline.core.members import by_name
 from syncline.core.series import Point
 from syncline.core.units import counted
-from syncline.core.windows import Stretch, Window, WorkerMeans, recent
+from syncline.core.windows import LookSums, Window, WorkerMeans, recent
 from syncline.stats import JobFigures, JobVerdict
 
 #: A member that takes so many times as long as the others in the mean, and in both halves of the window.
@@ -115,7 +115,7 @@ def _straggler(name: str, cause: str, window: Window) -> JobVerdict:
     return JobVerdict(kind="straggler", subject=name, text=text, advice=advice, since=_since(name, window))
 
 
-def _is_longer(name: str, parts: Sequence[Stretch], phase: str, times: float = MUCH_LONGER) -> bool:
+def _is_longer(name: str, parts: Sequence[LookSums], phase: str, times: float = MUCH_LONGER) -> bool:
     for part in parts:
         own = part.workers.get(name)
         if own is None or len(part.workers) < 2:
@@ -136,7 +136,7 @@ def _is_blamed(name: str, window: Window) -> bool:
 
 
 def _since(name: str, window: Window) -> float:
-    """The begin of the newest stretch of looks in which a worker is slow, five at a time."""
+    """The begin of the newest run of looks in which a worker is slow, five at a time."""
     since = 0.0
     for began, part in window.fives:
         if not any(_is_longer(name, [part], phase, 1.3) for phase in ("compute", "transfer")):

@@ -41,8 +41,8 @@ class WorkerMeans(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage + self.pull
 
 
-class Stretch:
-    """Some looks: the workers that made steps in them, and the servers that had rounds."""
+class LookSums:
+    """Several looks added up: the workers that made steps in them, and the servers that had rounds."""
 
     def __init__(self, workers: Mapping[str, Sequence[float]], servers: Mapping[str, Sequence[float]]) -> None:
         """Sums: of a worker steps, compute, data, stage, wait and pull; of a server rounds and seconds in rules."""
@@ -78,11 +78,11 @@ class Stretch:
         low, high = ((len(known) - 2) // 2, (len(known) - 1) // 2)
         return (known[low + (low >= place)] + known[high + (high >= place)]) / 2
 
-    def __add__(self, other: Stretch) -> Stretch:
-        return Stretch(_added(self._workers, other._workers), _added(self._servers, other._servers))
+    def __add__(self, other: LookSums) -> LookSums:
+        return LookSums(_added(self._workers, other._workers), _added(self._servers, other._servers))
 
 
-def stretch(looks: Iterable[JobFigures]) -> Stretch:
+def add_up(looks: Iterable[JobFigures]) -> LookSums:
     """Adds up some looks, each by its steps and rounds."""
     workers: dict[str, list[float]] = {}
     servers: dict[str, list[float]] = {}
@@ -103,7 +103,7 @@ def stretch(looks: Iterable[JobFigures]) -> Stretch:
                 sums = servers.setdefault(member.name, [0.0, 0.0])
                 sums[0] += rounds
                 sums[1] += member.apply * rounds
-    return Stretch(workers, servers)
+    return LookSums(workers, servers)
 
 
 class Window:
@@ -114,7 +114,7 @@ class Window:
         self.looks = recent(history)
         self.is_enough = len(self.looks) >= LEAST_LOOKS and self.looks[-1].at - self.looks[0].at >= LEAST_SECONDS
         half = len(self.looks) // 2
-        self.halves = (stretch(self.looks[:half]), stretch(self.looks[half:]))
+        self.halves = (add_up(self.looks[:half]), add_up(self.looks[half:]))
         self.whole = self.halves[0] + self.halves[1]
 
     @property
@@ -122,14 +122,14 @@ class Window:
         return self.looks[0].at
 
     @property
-    def parts(self) -> tuple[Stretch, ...]:
+    def parts(self) -> tuple[LookSums, ...]:
         return (self.whole, *self.halves)
 
     @functools.cached_property
-    def fives(self) -> list[tuple[float, Stretch]]:
+    def fives(self) -> list[tuple[float, LookSums]]:
         """The whole history in fives, the newest first: when each began, and its sums."""
         ends = range(len(self.history), 4, -5)
-        return [(self.history[end - 5].at, stretch(self.history[end - 5 : end])) for end in ends]
+        return [(self.history[end - 5].at, add_up(self.history[end - 5 : end])) for end in ends]
 
     @functools.cached_property
     def blamed(self) -> dict[str, int]:

@@ -134,8 +134,8 @@ def _all(
         step = -(-_STRETCH // batch_size) * batch_size
         stop = len(source) - (len(source) % batch_size if drop_last else 0)
         starts = range(0, stop, step)
-        stretches = (np.arange(start, min(start + step, stop), dtype=np.int64) for start in starts)
-        return read_batches(source, stretches, order, batch_size)
+        ranges = (np.arange(start, min(start + step, stop), dtype=np.int64) for start in starts)
+        return read_batches(source, ranges, order, batch_size)
     shards = Order(len(source.shards), seed, epoch, shuffle).at(np.arange(len(source.shards))).tolist()
     samples = itertools.chain.from_iterable(source.iter_shard(shard, 0) for shard in shards)
     return _stacked(source, samples, batch_size)

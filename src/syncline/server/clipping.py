@@ -64,7 +64,7 @@ class Clipping:
         with self._flow.state_lock:
             if self._flow.was_dropped(work):
                 return  # its workers replay it
-            requests = [(c.clock, item.request) for c in work.commits for item in c.item.sayings()]
+            requests = [(c.clock, item.request) for c in work.commits for item in c.item.to_answer()]
             for commit in work.commits:
                 self._flow.take_requests([commit])  # GiveClip asks again
                 self._works[key_of(commit)] = work

@@ -323,7 +323,7 @@ class RoundExecutor:
             self.round_seconds += now - work.began
             if self.spans is not None:
                 self._trace(self.spans, work, now)
-            ready = [commit for commit in work.commits if commit.item.sayings()]
+            ready = [commit for commit in work.commits if commit.item.to_answer()]
             for commit in ready:
                 self.clipping.forget(commit)
                 commit.item.clocks, commit.item.is_skipped = work.clocks, work.skip
@@ -376,7 +376,7 @@ class RoundExecutor:
         """Answers a commit and its repetitions: with versions, or with the bytes of slices not sent yet."""
         with self.state_lock:
             round_membership = self._rounds.membership_to_tell(*key_of(commit))
-        for item in commit.item.sayings():
+        for item in commit.item.to_answer():
             request, answer = item.request, item.answer
             assert request is not None
             if answer is None:

@@ -139,7 +139,7 @@ class Server:
         self._tells_stats = TellsStats(WireStats, self._peers)
         self.saving, self._loading = Saving(log), Loading(self.hosting)
         self._barrier: SnapshotBarrierService | None = None
-        self.cuts = MarkedCuts(self._slot_of, self._primaries, self.snapshot_gate)
+        self.cuts = MarkedCuts(self._slot_of, self._primaries, self.snapshot_barrier)
         self._speaks = False  # for all servers of the job
         self.spans: SpanBuffer | None = None  #: with --trace
         self._rare = self._rare_handlers()
@@ -301,7 +301,7 @@ class Server:
             AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
-            **saving_handlers(self.snapshot_gate, self.saving),
+            **saving_handlers(self.snapshot_barrier, self.saving),
             **self.cuts.handlers,
             Resume: lambda request, message: self._loading.resume(request, message, self.commits),
         }
@@ -319,7 +319,7 @@ class Server:
         slot = self.slices.get(number)
         return slot if slot is not None else self.hosting.backups.slot_of(number)
 
-    def snapshot_gate(self) -> SnapshotBarrierService:
+    def snapshot_barrier(self) -> SnapshotBarrierService:
         if self._barrier is None:
             raise ProtocolError(f"{self.name} is not part of a whole job yet")
         return self._barrier

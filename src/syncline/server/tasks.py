@@ -135,7 +135,7 @@ class StagedCommit:
         self.is_late, self.skip = True, True
         self.pushed, self.clip_norm, self.overrides = (), None, _NO_OVERRIDES
 
-    def sayings(self) -> list[StagedCommit]:
+    def to_answer(self) -> list[StagedCommit]:
         """All requests to reply to: the first one and its repetitions."""
         if not self.again:
             return [self] if self.request is not None else []
@@ -143,7 +143,7 @@ class StagedCommit:
 
     def say_again(self, other: StagedCommit) -> None:
         """Replies to `other`, the same commit, together with this one."""
-        for item in other.sayings():
+        for item in other.to_answer():
             kept = StagedCommit(item.incarnation, item.phase, item.slot)
             kept.request, kept.answer = item.request, item.answer
             self.again = (*self.again, kept)

@@ -37,7 +37,7 @@ class Participation:
         """
         self._routes, self._replay, self._link, self._is_in_loop = routes, replay, link, is_in_loop
         self._policy, self._wait_seconds = policy, wait_seconds
-        self._stretch, self._rested = 0, False
+        self._current_phase, self._rested = 0, False
         self._is_active, self._is_away = True, False
         self.is_late, self.is_leaving = is_late, False
         self._enters_again, self._num_entries = False, 0
@@ -48,7 +48,7 @@ class Participation:
     @property
     def phase(self) -> int:
         """The phase of the next commit."""
-        return self._stretch + self._rested
+        return self._current_phase + self._rested
 
     @property
     def must_enter(self) -> bool:
@@ -60,7 +60,7 @@ class Participation:
         return self.must_enter or not self._is_active
 
     def committed(self, phase: int) -> None:
-        self._stretch, self._rested = phase, False
+        self._current_phase, self._rested = phase, False
         self._is_active, self._is_away, self.back_at = True, False, None
 
     def come_back(self) -> None:
@@ -73,7 +73,7 @@ class Participation:
             answer = self._link.call(Enter(self._num_entries, loop), self._wait_seconds)
             assert isinstance(answer, Entered)
             # A worker that paused joins the rounds of its loop again, not a later phase.
-            self._stretch, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
+            self._current_phase, self._rested = max(answer.phase, self.phase // LOOP * LOOP), False
             self.back_at = answer.back_at if is_bounded else None
             self.is_late = self._enters_again = False
             self.entered_at = answer.step
@@ -103,7 +103,7 @@ class Participation:
         self._rest_from(self.phase // LOOP * LOOP + LOOP - 1)
 
     def _rest_from(self, phase: int) -> None:
-        self._stretch, self._rested, self._is_active = phase, True, False
+        self._current_phase, self._rested, self._is_active = phase, True, False
         self._tell_again()
 
     def enter_barrier(self) -> int:
@@ -116,7 +116,7 @@ class Participation:
         """Starts the phase after the barrier, common to all workers. A worker that arrived late stays out until
         its next commit.
         """
-        self._stretch, self._rested = passed.phase, False
+        self._current_phase, self._rested = passed.phase, False
         self._is_active, self._is_away = not passed.is_away, passed.is_away
         self._enters_again = passed.is_away and self._policy.in_rounds
 
@@ -130,9 +130,9 @@ class Participation:
         if self._is_active or self.is_late or self.is_leaving:
             return
         if self._rested:
-            self._routes.ask_all(Rest(self._stretch, False))
+            self._routes.ask_all(Rest(self._current_phase, False))
         if self._is_away:
-            self._routes.ask_all(Rest(self._stretch, True))
+            self._routes.ask_all(Rest(self._current_phase, True))
 
     def leave(self) -> None:
         """No round waits for this worker any more."""

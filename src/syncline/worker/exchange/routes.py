@@ -218,9 +218,9 @@ class ServerRoutes:
         """The layout has grown. `follow` connects to the servers of the new slices."""
         for segment in segments[len(self.layout.segments) :]:
             self.layout.add(segment)
-        self._seat(replica_sets)
+        self._take_replica_sets(replica_sets)
 
-    def _seat(self, replica_sets: Iterable[ReplicaSet]) -> bool:
+    def _take_replica_sets(self, replica_sets: Iterable[ReplicaSet]) -> bool:
         """Takes over the replica sets. Returns whether an existing slice has another primary."""
         replica_sets = list(replica_sets)
         self._replica_sets.update((replica_set.slice, replica_set) for replica_set in replica_sets)
@@ -253,7 +253,7 @@ class ServerRoutes:
         """Takes over the roster's replica sets. Closes connections to servers that were restarted, are gone, or
         are no primaries.
         """
-        self._seat(roster.replica_sets)
+        self._take_replica_sets(roster.replica_sets)
         self._unseen.update(self.endpoints)
         incarnations = {member.name: member.incarnation for member in roster.members}
         wanted = set(self._by_server())
