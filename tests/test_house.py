@@ -281,6 +281,46 @@ def test_the_design_names_every_module():
     assert [relative(path) for path in modules if path.stem.strip("_") not in {*listed, "init"}] == []
 
 
+def unnamed_modules(folder: Path) -> list[str]:
+    """Modules of a package folder that its `__init__.py` names neither in its docstring nor in its comments."""
+    text = (folder / "__init__.py").read_text()
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    named = set(re.findall(r"\w+", "\n".join([ast.get_docstring(ast.parse(text)) or "", *comments])))
+    modules = (path.stem for path in sorted(folder.glob("*.py")))
+    return [module for module in modules if not module.startswith("__") and module not in named]
+
+
+def test_each_folder_says_which_file_does_what():
+    folders = [path.parent for path in SOURCES if path.name == "__init__.py"]
+    assert len(folders) > 30
+    assert {relative(folder): names for folder in folders if (names := unnamed_modules(folder))} == {}
+
+
+@pytest.mark.parametrize("text", ['"""A house.\n\nkitchen   cooks\n"""', '"""A house."""\n\n# kitchen   cooks\n'])
+def test_a_module_is_named_in_a_docstring_or_a_comment(tmp_path, text):
+    for name in ("kitchen", "cellar"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "__init__.py").write_text(text + "\nfrom house import cellar\n")
+    assert unnamed_modules(tmp_path) == ["cellar"]
+
+
+#: What users are told of their own machine fits in few lines; comparisons are in `benchmarks/`.
+MOST_LINES_OF_BENCH = 800
+#: What a user or a new developer must know and cannot look up elsewhere.
+MOST_WORDS = 40
+
+
+def test_the_benchmark_in_the_package_is_small():
+    lines = {relative(path): len(path.read_text().splitlines()) for path in (PACKAGE / "bench").rglob("*.py")}
+    assert lines and sum(lines.values()) <= MOST_LINES_OF_BENCH, lines
+
+
+def test_the_glossary_is_short():
+    text = (ROOT / "docs" / "glossary.md").read_text().partition("## Not used")[0]
+    rows = [row for row in re.findall(r"^\|.*$", text, re.MULTILINE) if not re.fullmatch(r"[|\s:-]+", row)]
+    assert 10 < len(rows) - 1 <= MOST_WORDS, f"{len(rows) - 1} rows: take out what a reader knows or finds elsewhere"
+
+
 def test_the_page_on_reliability_counts_the_planted_bugs():
     text = (ROOT / "docs" / "internals" / "reliability.md").read_text()
     assert re.findall(r"(\d+) planted bugs", text) == [str(len(BUGS))]

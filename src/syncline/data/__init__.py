@@ -6,6 +6,7 @@ arrays, arrow, tar         what is read: arrays and .npy; Parquet and Arrow; tar
 iterables                  whatever can be iterated over, as shards
 table, columns             rows of several files, chunk by chunk; Arrow's columns as arrays
 files, extra               paths on this machine and elsewhere; packages that may be missing
+plain                      whether a `.npy` file holds plain values, by its header
 batching, leased           batches by position; inside a job, what this worker leases of them
 positions                  which samples the log of a job means
 stacking                   samples put together

@@ -1,5 +1,6 @@
 """The web page of a job, its API and its metrics for Prometheus. Needs the extra `page`.
 
-`access` decides who may read, `runs` finds what can be read, `api` answers, `live` streams looks, `application` puts
-these together, and `serving` runs it in a thread beside a coordinator, or alone for runs that have ended.
+`access` decides who may read, `runs` finds what can be read, `api` answers (`openapi` describes it, `openmetrics` is
+for Prometheus), `live` streams looks, `application` puts these together, and `serving` runs it in a thread beside a
+coordinator, or alone for runs that have ended.
 """

@@ -1,4 +1,8 @@
-"""Jobs on a Ray cluster from Python: `syncline.ray.run(train_fn, workers=8, servers=2)`."""
+"""Jobs on a Ray cluster from Python: `syncline.ray.run(train_fn, workers=8, servers=2)`.
+
+call   what its workers run
+data   Datasets of Ray Data as sources
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ routes         which server is the primary of which slice; connections, shared m
 replay         when servers change: take over the newest roster, send again whatever is open
 participation  whether rounds count this worker: rests, barriers, entering and leaving
 finite         refuses pushes that are not finite; copies with digests
+norm           the norm of a push over all its gradients
 residuals      pushes encoded by a codec, and what an encoding leaves out
 values         outside of commits: first values, pulls, the state of rules, a worker's copies of slices
 """
