@@ -211,6 +211,57 @@ def test_words_that_are_not_used():
             assert not [name for _, name in given if "epoch" in words_of(name)], "a membership has a generation"
 
 
+#: Words of our own that known words have replaced. Those that a new thing is rightly called are not here: gate (of
+#: `serve`, who may pass), cut (of a model, and for followers), sink (of metrics), mark, contribution, beat.
+DEAD_WORDS = {
+    "anew", "chance", "circle", "circling", "departure", "deputy", "desk", "doubt", "era",
+    "habit", "handing", "hatch", "hearing", "home", "introduction", "landing", "lane", "lend",
+    "lender", "letter", "meeting", "neighbour", "parcel", "party", "redo", "relay", "roll",
+    "saying", "seat", "stating", "stint", "stretch",
+}  # fmt: skip
+
+#: Names with one of these words in another sense.
+IN_ANOTHER_SENSE = {
+    "lane": "core/tracing.py: a row of the picture of a trace",
+    "lanes": "the same",
+    "num_lanes": "the same",
+    "_worker_lanes": "the same",
+    "_server_lanes": "the same",
+    "letter": "of a word",
+    "MOST_LETTERS": "of a word",
+    "Meeting": "launch/rendezvous.py: where ranks of another launcher meet, before there is a job",
+    "meeting": "the same",
+    "meeting_of": "the same",
+    "MEETING": "engines/slurm.py: the same for tasks of a step",
+    "meeting_folder": "the same",
+}
+
+
+def dead_names(tree: ast.AST) -> list[str]:
+    return [name for _, name in given_names(tree) if words_of(name) & DEAD_WORDS]
+
+
+def test_words_that_known_words_have_replaced():
+    """A reader who knows this field looks for phase and lease queue, not for stretch and desk."""
+    names = {relative(path): set(dead_names(parsed(path))) for path in SOURCES}
+    found = {path: sorted(dead - IN_ANOTHER_SENSE.keys()) for path, dead in names.items()}
+    assert {path: dead for path, dead in found.items() if dead} == {}
+    gone = IN_ANOTHER_SENSE.keys() - set().union(*names.values())
+    assert sorted(gone) == [], "take these off the list: nothing is called so"
+
+
+@pytest.mark.parametrize(
+    "text", ["def _enter_stretch(): ...", "class Landing: ...", "self._seats = 1", "f = lambda relay: 1"]
+)
+def test_the_ban_on_replaced_words_sees(text):
+    assert dead_names(ast.parse(text))
+
+
+@pytest.mark.parametrize("text", ["import relay", "seat.take()", "controller = 1", "keras = camera = 1"])
+def test_the_ban_on_replaced_words_leaves(text):
+    assert not dead_names(ast.parse(text))
+
+
 # Built from parts, so that this file does not hold what it looks for.
 PRIVATE = "|".join(
     [

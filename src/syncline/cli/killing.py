@@ -48,7 +48,7 @@ class Killing:
     def __init__(self, rate: Rate | None, folder: pathlib.Path) -> None:
         """Without a rate nothing is killed. `folder`: where workers record their steps."""
         self._rate, self._folder = rate, folder
-        self._chance = random.Random(rate.seed if rate else 0)
+        self._rng = random.Random(rate.seed if rate else 0)
         self._processes: dict[str, MemberProcess] = {}
         self._stopped: set[str] = set()  # not continued yet
         self._num_started = 0
@@ -154,8 +154,8 @@ class Killing:
         found = candidates(status, running - self._stopped, rate.roles, killed)
         if not found:
             return False
-        role = self._chance.choice(list(found))
-        name = self._chance.choice(found[role])
+        role = self._rng.choice(list(found))
+        name = self._rng.choice(found[role])
         incarnation = next((m.incarnation for m in status.members if m.name == name), 0)
         self.kills.append(Kill(now, role, name, incarnation, status.term))
         process = self._processes[name]

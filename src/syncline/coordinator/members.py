@@ -32,7 +32,7 @@ class Announcer(Protocol):
         """Tells the workers that have not heard it over their current connection."""
 
 
-class DepartureListener(Protocol):
+class RemovalListener(Protocol):
     """A part that has something to do when a member is gone."""
 
     def member_is_out(self, member: Member) -> None:
@@ -67,7 +67,7 @@ class MemberService:
         barriers: BarrierService,
         reconfigurer: Reconfigurer,
         pace: PaceService,
-        listeners: Sequence[DepartureListener],
+        listeners: Sequence[RemovalListener],
     ) -> None:
         self._job, self._registration, self._roster = job, registration, roster
         self._barriers, self._reconfigurer, self._pace = barriers, reconfigurer, pace

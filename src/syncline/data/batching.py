@@ -17,7 +17,7 @@ from syncline.errors import ConfigError, DataError
 from syncline.worker.current import current_job, has_current_job
 from syncline.worker.data.samples import Passes
 
-_STRETCH = 1 << 13  # positions whose order is computed at once: per batch, the call overhead would dominate
+_MOST_POSITIONS = 1 << 13  # positions whose order is computed at once: per batch, the call overhead would dominate
 _AT_ONCE_BYTES = 4 << 20  # for the same reason: about the size of a processor's cache
 SHARDS_END = (
     "where shards end shows when they are read; leave it out, and pass over small batches in the loop (`continue`), "
@@ -131,7 +131,7 @@ def _all(
 ) -> Iterator[Batch]:
     if isinstance(source, Source):
         order = order_of(source, shuffle=shuffle, seed=seed, epoch=epoch)
-        step = -(-_STRETCH // batch_size) * batch_size
+        step = -(-_MOST_POSITIONS // batch_size) * batch_size
         stop = len(source) - (len(source) % batch_size if drop_last else 0)
         starts = range(0, stop, step)
         ranges = (np.arange(start, min(start + step, stop), dtype=np.int64) for start in starts)

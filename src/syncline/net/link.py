@@ -55,7 +55,7 @@ class Link:
         self._wire = WireStats()
         self._is_looking = False  # a thread is reconnecting
         self._endpoint: Endpoint | None = None
-        self._endpoint = endpoint = Endpoint(dial(), stamp, _Hearing(self, service))
+        self._endpoint = endpoint = Endpoint(dial(), stamp, _CoordinatorHandlers(self, service))
         if not endpoint.is_open:
             self._lost(endpoint, "closed at once")
 
@@ -216,7 +216,7 @@ class Link:
         """Whether there is a connection: a new one, or the silent one again."""
         if self._is_heard_again(silent):
             return True
-        endpoint = Endpoint(self._dial(), self._stamp, _Hearing(self, self._service))
+        endpoint = Endpoint(self._dial(), self._stamp, _CoordinatorHandlers(self, self._service))
         try:
             if self._is_heard_again(silent):
                 endpoint.close()
@@ -275,7 +275,7 @@ def seconds_to_beat(now: float, every_seconds: float) -> float:
     return every_seconds - now % every_seconds
 
 
-class _Hearing:
+class _CoordinatorHandlers:
     """Passes the coordinator's messages to the member's service, and its loss to the link."""
 
     def __init__(self, link: Link, service: Service) -> None:

@@ -132,7 +132,7 @@ class SharedRegions:
 
 
 #: Updates up to this size are applied by the thread that reads them.
-INLINE_BYTES = 1 << 16
+MOST_BYTES_AT_ONCE = 1 << 16
 
 
 class Backups:
@@ -221,7 +221,7 @@ class Backups:
 
     def _start(self, backup: Backup, request: Request, message: Seed | Replicate, part: Slice) -> None:
         is_held = isinstance(message, Replicate) and message.ballot is not None and not request.payload
-        if is_held or (isinstance(message, Replicate) and part.num_bytes <= INLINE_BYTES):
+        if is_held or (isinstance(message, Replicate) and part.num_bytes <= MOST_BYTES_AT_ONCE):
             self._work_off(backup)
         else:
             self._pool.submit(functools.partial(self._work_off, backup))
@@ -369,7 +369,7 @@ class Backups:
             backup.queue.append(action)
             backup.is_busy |= starts
         if starts:
-            small = self._find(number)[1].num_bytes <= INLINE_BYTES
+            small = self._find(number)[1].num_bytes <= MOST_BYTES_AT_ONCE
             self._work_off(backup) if small else self._pool.submit(functools.partial(self._work_off, backup))
 
     def hold(self, backup: Backup, request: Request, message: Replicate, ballot: Ballot, voting: RingRounds) -> bool:

@@ -42,10 +42,10 @@ class Comparison:
             return set()
         differ = torch.stack([self._differs(run, gradients) for run in runs]).tolist()
         same = {index for run, found in zip(runs, differ, strict=True) if not found for index in run}
-        in_doubt = [index for run, found in zip(runs, differ, strict=True) if found and len(run) > 1 for index in run]
-        if in_doubt:
-            each = torch.stack([self._differs((index,), gradients) for index in in_doubt]).tolist()
-            same.update(index for index, found in zip(in_doubt, each, strict=True) if not found)
+        unsure = [index for run, found in zip(runs, differ, strict=True) if found and len(run) > 1 for index in run]
+        if unsure:
+            each = torch.stack([self._differs((index,), gradients) for index in unsure]).tolist()
+            same.update(index for index, found in zip(unsure, each, strict=True) if not found)
         return same
 
     def _is_like(self, index: int, gradient: torch.Tensor) -> bool:

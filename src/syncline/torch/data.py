@@ -117,7 +117,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._named_in: weakref.ref[TakesSamples] | None = None
         self._next_epoch = self._num_unleased = 0
         self._aim = Aim()
-        self._own_chance = torch.Generator()  # for torch's iterators, which draw a seed: nothing of the script's
+        self._own_rng = torch.Generator()  # for torch's iterators, which draw a seed: nothing of the script's
         self._reader: weakref.ref[Generator[_T_co]] | None = None  # who reads from the persistent workers
         is_rows = isinstance(self._data.dataset, Rows)  # which come as arrays of a whole batch
         super().__init__(
@@ -129,7 +129,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
-            generator=generator if generator is not None else self._own_chance,
+            generator=generator if generator is not None else self._own_rng,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
@@ -334,7 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """The seed of data processes depends on the loader's and the script's seed, the epoch and the worker."""
         parts = (self.seed, torch.initial_seed(), number, job.rank)
         seed = np.random.SeedSequence([part % (1 << 64) for part in parts]).generate_state(1, np.uint64)[0]
-        self._own_chance.manual_seed(int(seed) >> 1)
+        self._own_rng.manual_seed(int(seed) >> 1)
 
     def _new_iterator(self, alone: bool) -> Iterator[_T_co]:
         return super().__iter__() if alone else self._get_iterator()

@@ -81,7 +81,7 @@ class ReplicatedSteps:
         self._has_kept = self._has_pushed = False
         alive = weakref.ref(self)
         job.before_rest(lambda: own._provide() if (own := alive()) is not None else None)
-        job.before_settle(lambda: own._doubt() if (own := alive()) is not None else None)
+        job.before_settle(lambda: own._become_uncertain() if (own := alive()) is not None else None)
 
     @property
     def _newest(self) -> int:
@@ -215,6 +215,6 @@ class ReplicatedSteps:
         push = Push(pushed=tuple(sorted(self._replica.ids + self._numbers.ids_of(told))))
         self._job.exchange.commit(push, None).wait()
 
-    def _doubt(self) -> None:
+    def _become_uncertain(self) -> None:
         """At a rest or a barrier: others may go on without this worker."""
         self._is_certain = False

@@ -240,7 +240,7 @@ class Epoch(msgspec.Struct):
         for lease in mine:
             rest = lease.rest()
             if failed and lease.is_told and rest:
-                rest = self._doubt(owner[0], rest, lease.step or self.batch)
+                rest = self._mark_suspect(owner[0], rest, lease.step or self.batch)
                 failed = False
             back += rest
             del self.leases[lease.number]
@@ -252,7 +252,7 @@ class Epoch(msgspec.Struct):
         whole = joined([span for span in [*self.todo, *spans] if span not in apart])
         self.todo = sorted([*whole, *(span for span in [*self.todo, *spans] if span in apart)])
 
-    def _doubt(self, worker: str, rest: list[Span], step: int) -> list[Span]:
+    def _mark_suspect(self, worker: str, rest: list[Span], step: int) -> list[Span]:
         """Records a failure on the next batch. It becomes suspect, and is quarantined after too many failures."""
         head, *others = rest
         batch = head if any(one.span == head for one in self.suspect_batches) else head.cut(0, step)[0]

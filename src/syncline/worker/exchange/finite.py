@@ -168,7 +168,7 @@ def _runs(places: list[PushedPlace]) -> Iterator[PushedPlace]:
     """Merges neighbours of one dtype, including the few bytes between them."""
     run: PushedPlace | None = None
     for place in places:
-        if run is not None and _are_neighbours(run, place):
+        if run is not None and _are_adjacent(run, place):
             run = run._replace(end=place.end)
         else:
             if run is not None:
@@ -178,7 +178,7 @@ def _runs(places: list[PushedPlace]) -> Iterator[PushedPlace]:
         yield run
 
 
-def _are_neighbours(one: PushedPlace, two: PushedPlace) -> bool:
+def _are_adjacent(one: PushedPlace, two: PushedPlace) -> bool:
     same = one.segment == two.segment and one.parameter.dtype == two.parameter.dtype
     return same and aligned(one.end) == two.begin
 
