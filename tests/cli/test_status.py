@@ -45,7 +45,7 @@ def test_a_quiet_job() -> None:
         "server-0            3  local  4711  working              0.1 s  0.4 ms     3+2",
         "worker-0            3  local  4711  working  1,812    1  0.1 s  0.4 ms",
         "",
-        "waits: nobody for anybody",
+        "waits: none",
     ]
 
 

@@ -191,7 +191,7 @@ def test_time_goes_on_through_the_coordinators_death(jobs: Any) -> None:
 
 def test_a_metric_that_nobody_reports_is_named_once_and_at_the_end(jobs: Any) -> None:
     job, one, two = begun(jobs, stop=("acuracy>0.9",))
-    sentence = "--stop: nobody has reported 'acuracy'; reported are: accuracy; did you mean 'accuracy'?"
+    sentence = "--stop: no worker has reported 'acuracy'; reported are: accuracy; did you mean 'accuracy'?"
     for number in range(110):
         one.report(accuracy=0.1)
         two.report(accuracy=0.1)

@@ -130,8 +130,8 @@ def test_what_has_fired_counts_as_long_as_its_rule_is_there() -> None:
 def test_a_metric_that_nobody_reports() -> None:
     stopping = Run(stop=("acuracy>0.9 and loss<1",), best="max:reach").stopping
     assert stopping.unreported({"accuracy", "loss"}) == [
-        "--best: nobody has reported 'reach'; reported are: accuracy, loss",
-        "--stop: nobody has reported 'acuracy'; reported are: accuracy, loss; did you mean 'accuracy'?",
+        "--best: no worker has reported 'reach'; reported are: accuracy, loss",
+        "--stop: no worker has reported 'acuracy'; reported are: accuracy, loss; did you mean 'accuracy'?",
     ]
     assert "nothing was reported: job.report(…)" in stopping.unreported(set())[0]
     assert stopping.unreported({"acuracy", "loss", "reach"}) == []

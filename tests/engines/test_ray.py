@@ -163,7 +163,7 @@ def test_what_is_wrong_is_named_at_the_start(ray: Engine) -> None:
         (["--gpus-per-worker", "1"], r"no host of the Ray cluster has 1 CPU and 1 GPU, which a worker needs"),
         (
             ["-w", "64", "--queue-seconds", "1"],
-            r"not start within 1 s: it waits for 65 CPUs, of which 1\d CPUs are free",
+            r"not start within 1 s: it waits for 65 CPUs; free are 1\d CPUs",
         ),
         (["-H", "a:1"], r"Ray chooses the hosts; leave out -H"),
         (["--detach"], r"ray job submit --no-wait"),

@@ -29,7 +29,7 @@ def test_max_steps(commands: Any) -> None:
     assert result.output.count("END 9 -9.0") == 2
     assert result.output.count("stopped by   --max-steps 9: step 9") == 1, result.output
     assert "  metrics      score" in result.output and "last readings" not in result.output
-    assert "--stop: nobody has reported 'scor'; reported are: score; did you mean 'score'?" in result.output
+    assert "--stop: no worker has reported 'scor'; reported are: score; did you mean 'score'?" in result.output
 
 
 NEVER_ASKS = """

@@ -25,7 +25,7 @@ _TOKEN_BYTES = 16
 
 
 class BenchListener:
-    """The far end, before the near end has connected. Whoever does not know the token is turned away."""
+    """The far end, before the near end has connected. It turns away peers without the token."""
 
     def __init__(self, address: str, *, is_tls: bool) -> None:
         self._listener = socket.create_server((address, 0), family=family_of(address))

@@ -68,8 +68,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="slurm: submit a batch job; in a step of srun, every task is a worker. ray: on the cluster of which "
-            "this host is part. local: here, whatever environment this is. [default: slurm in a step of srun, else "
+            help="slurm: submit a batch job; in a step of srun, every task is a worker. ray: on this host's "
+            "cluster. local: here, whatever environment this is. [default: slurm in a step of srun, else "
             "local]",
         ),
     ] = None,

@@ -62,7 +62,7 @@ def show_status(status: JobStatus) -> str:
         lines.append(f"training has stopped by {status.stop}")
     if saves := status.saves.told():
         lines += ["", f"checkpoints: {saves}"]
-    lines += ["", "waits: nobody for anybody" if not status.waits else "waits:"]
+    lines += ["", "waits: none" if not status.waits else "waits:"]
     lines += [f"  {_wait(wait)}" for wait in sorted(status.waits, key=lambda wait: -wait.seconds)]
     if status.waits and status.why:
         lines.append(f"  {status.why}")

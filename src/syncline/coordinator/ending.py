@@ -233,4 +233,4 @@ class JobWatch:
         if now - self._empty_since > start_seconds:
             last = next(reversed(self._job.evicted), "worker-0")
             reason = self._job.evicted.get(last, "is gone")
-            membership.fail(last, f"{last} {reason}; nobody came in its place within {start_seconds:g} s")
+            membership.fail(last, f"{last} {reason}; no worker came in its place within {start_seconds:g} s")

@@ -31,7 +31,7 @@ class Thinning(msgspec.Struct, frozen=True, kw_only=True):
 JOB = Thinning(
     tiers=(Tier(1.0, 600.0), Tier(10.0, 7_200.0), Tier(60.0, 172_800.0), Tier(600.0, math.inf)), most_rows=2_000
 )
-#: Of each member: 1,300 rows for a week, of which 200 members take about 25 MB.
+#: Of each member: 1,300 rows for a week. The rows of 200 members take about 25 MB.
 MEMBER = Thinning(
     tiers=(Tier(1.0, 120.0), Tier(10.0, 1_800.0), Tier(60.0, 21_600.0), Tier(900.0, math.inf)), most_rows=1_000
 )

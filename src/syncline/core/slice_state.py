@@ -33,8 +33,8 @@ class CommonClocks:
 
     A round is counted here once, in place of at every such slice. A slice joins with an equal table, and stands apart
     with a copy before anything else happens to it. Tables are replaced, never changed, so a reader sees all of a
-    round or nothing of it. Whoever decides the order of rounds advances the table under `lock`; joining and standing
-    apart take it too, so that a slice has each round from the table or counts it itself.
+    round or nothing of it. The thread that decides the order of rounds advances the table under `lock`; joining and
+    standing apart take it too, so that a slice has each round from the table or counts it itself.
     """
 
     __slots__ = ("clocks", "fences", "lock", "num_slices")
@@ -65,7 +65,7 @@ class VersionTable:
     """The versions of all slices of a server, by place, and those that each worker has read with its last answer.
 
     Slices report their changes here, and the next answer takes them in: its cost does not grow with slices that have
-    not changed. Whoever changes a slice does not wait for `lock`.
+    not changed. Threads that change a slice do not wait for `lock`.
     """
 
     __slots__ = ("_changed", "_lock", "_read", "_versions")

@@ -185,7 +185,7 @@ class Stopping:
             if name not in reported:
                 near = difflib.get_close_matches(name, reported, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                found.append(f"{flag}: nobody has reported {name!r}; {there}{hint}")
+                found.append(f"{flag}: no worker has reported {name!r}; {there}{hint}")
         return found
 
     def unmet(self, newest: Mapping[str, Reading]) -> list[str]:

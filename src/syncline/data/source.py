@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
     def read(self, samples: npt.NDArray[np.int64]) -> Batch:
-        """These samples, in the order asked for. The arrays are the caller's own: writing to them harms nobody."""
+        """These samples, in the order asked for. The arrays are the caller's own, which it may write to."""
         ...
 
     def where(self, sample: int) -> str:
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class ShardSource(Protocol):
-    """Samples that can only be read one after the other, and whose number nobody knows before."""
+    """Samples that can only be read one after the other. Their number is not known before."""
 
     def describe(self) -> str:
         """What this is, for people: "12 tar shards"."""

@@ -384,7 +384,7 @@ def main() -> int:
     if plan.stays:
         try:
             log = _opened_log(plan)
-        except OSError as error:  # while somebody still hears it
+        except OSError as error:  # its launcher still reads this
             sys.stderr.write(f"{plan.name} cannot write its log {plan.log}: {error.strerror or error}\n")
             return GONE
         if os.fork():

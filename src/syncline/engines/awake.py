@@ -1,4 +1,4 @@
-"""A clock for deadlines between processes: a host that was suspended has heard nobody, and blames nobody for it."""
+"""A clock for deadlines between processes: it stands still while its host is suspended, so no peer misses one."""
 
 from __future__ import annotations
 

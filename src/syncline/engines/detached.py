@@ -293,7 +293,7 @@ def _shown_in(path: pathlib.Path) -> Iterator[None]:
     except SynclineError:
         raise
     except Exception:
-        traceback.print_exc()  # nobody else sees it
+        traceback.print_exc()  # only its log shows it
         raise
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -133,8 +133,9 @@ class HeldHosts:
         self._waiting: dict[AgentMember, AwakeClock] = {}
 
     def start(self, plan: MemberPlan) -> MemberProcess:
-        """On the host of its plan. While its agent is away the member waits for it; if that does not come back, it
-        starts on the quietest of the others. Nobody waits here: the launcher has signals to hear.
+        """Starts a member on the host of its plan. While the agent of that host is away, the member waits for it.
+        If the agent does not come back, the member starts on the quietest other host. The launcher never waits
+        here, since it has signals to hear.
         """
         process = self._hub.start(plan)
         if process is None:

@@ -108,7 +108,7 @@ class AgentMember:
     # -- what its agent says ------------------------------------------------------------------------------
 
     def wrote(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # its reader is gone
             while data:
                 data = data[os.write(self._write_fd, data) :]
 
@@ -156,8 +156,8 @@ class Hub:
         takes_over: bool = False,
         stop: Callable[[bool], None] | None = None,
     ) -> None:
-        """`takes_over`: agents may bring members that an earlier launcher had them start. `stop`: ends the job, for
-        somebody who has the token; at once, if so told.
+        """`takes_over`: agents may bring members that an earlier launcher had them start. `stop`: ends the job for a
+        caller that has the token; with True, at once.
         """
         self._file, self._say, self._stop = file, say, stop
         self._takes_over = takes_over
@@ -332,7 +332,7 @@ class Hub:
         before = time.monotonic()
         while not self._closed:
             now = time.monotonic()
-            if now - before > STOOD_STILL_SECONDS:  # this host has stood still, and heard nobody
+            if now - before > STOOD_STILL_SECONDS:  # this host has stood still, and heard no agent
                 for agent in list(self._agents.values()):
                     agent.heard_at += now - before
             before = now

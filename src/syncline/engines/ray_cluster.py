@@ -252,7 +252,7 @@ def _missing(rooms: Sequence[Room]) -> str:
         for name, number in room.bundle.items():
             needs[name] += number
     left = free()
-    return f"{told(needs)}, of which {told({name: left.get(name, 0.0) for name in needs})} are free"
+    return f"{told(needs)}; free are {told({name: left.get(name, 0.0) for name in needs})}"
 
 
 def looked_at(look: Callable[[str], tuple[InstalledVersions, bool]], mark: str, seconds: float) -> dict[str, Any]:

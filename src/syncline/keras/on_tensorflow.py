@@ -31,7 +31,7 @@ def call_out(exchange: Exchange, tensors: Sequence[Any], like: Sequence[Any]) ->
     return list(found)
 
 
-#: References to an array that nobody else has, as `ReusedMemory.of` counts them; sets of copies that are kept.
+#: References to an array that only we have, as `ReusedMemory.of` counts them; sets of copies that are kept.
 _UNUSED, _MOST_KEPT = 3, 4
 
 

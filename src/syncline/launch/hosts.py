@@ -45,7 +45,7 @@ def parse_workers(text: str) -> dict[str, int | bool]:
 
 
 def settle_stages(given: Mapping[str, Any]) -> dict[str, Any]:
-    """With `--stages`: numbers of workers become numbers of pipelines, each of which is one worker of the job."""
+    """With `--stages`: numbers of workers become numbers of pipelines. Each pipeline is one worker of the job."""
     stages = int(given.get("stages", 1))
     if stages <= 1:
         return dict(given)

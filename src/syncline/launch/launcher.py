@@ -276,7 +276,7 @@ class Launcher:
             self._say(f"{name} {reason} after it had left")
             self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))  # its server was there still
         elif code == -signal.SIGTERM and role != "coordinator":
-            self._finished.add(name)  # somebody wants it to go, at once
+            self._finished.add(name)  # it was told to go, at once
             self._say(f"{name} {reason}; it is not restarted")
             self._tally.died(name, reason, time.monotonic(), comes_back=False)
             self._watching.tell(Died(name, reason, comes_back=False, ends_job=False))
@@ -330,7 +330,7 @@ class Launcher:
                 self._fail(name, reason, exit_code(code), told)
             return
         if self._signal is not None:
-            return  # the job ends, and nobody starts again
+            return  # the job ends, and no member starts again
         if life.plan.role == "worker" and is_of_the_script(code) and not self._has_stepped:
             # The same may happen to the others in this moment, and end the job.
             self._unsaid[name] = dataclasses.replace(again, pause_seconds=0.0).describe(name, reason)
@@ -481,10 +481,10 @@ class Launcher:
                 signal.signal(number, old)
 
     def _unread(self) -> None:
-        self._signal = self._signal or signal.SIGPIPE  # nobody reads us any more
+        self._signal = self._signal or signal.SIGPIPE  # our output has no reader any more
 
     def _save_first(self, save: Callable[[str], Saved]) -> None:
-        """Whoever ends a whole job wants to take it up again. A second signal ends this too."""
+        """Saves the job, so that it can be resumed, before it ends. A second signal ends this too."""
         self._say("SIGTERM: the job is saved, then it ends")
         self._lives.tell(lifeline.SAVES)
         told: list[str] = []

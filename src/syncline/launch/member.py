@@ -191,7 +191,7 @@ def leave_on_sigterm(*, saves: bool = False) -> None:
         if has_current_job():
             current_job().retire()
         else:
-            os.kill(os.getpid(), signal.SIGTERM)  # the second one: as if nobody had asked to hear of it
+            os.kill(os.getpid(), signal.SIGTERM)  # the second SIGTERM ends the process at once
 
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lifeline.ToldToEnd(leave, saves=saves))

@@ -97,7 +97,7 @@ class LocalProcess:
         if not hasattr(os, "waitid"):  # macOS, with an older Python
             return
         with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
-            # Looked at and not collected yet: until then the number of its group is nobody else's.
+            # Looked at and not collected yet: until then no other group gets its number.
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0):
                 os.killpg(self.pid, signal.SIGKILL)

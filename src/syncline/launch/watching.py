@@ -64,7 +64,7 @@ def ask_to_save(file: JobFile, seconds: float, reason: str) -> Saved:
 
 
 class Watching:
-    """Looks at the job four times a second, in a thread of its own: a coordinator that is gone holds up nobody."""
+    """Looks at the job four times a second, in a thread of its own: a lost coordinator holds up only this thread."""
 
     def __init__(self, file: JobFile) -> None:
         self._file = file

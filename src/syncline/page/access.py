@@ -34,7 +34,7 @@ class Access:
         return code
 
     def add_code(self, code: str, now: float) -> None:
-        """A code that somebody else has made."""
+        """Adds a code that was made elsewhere."""
         with self._lock:
             while len(self._codes) >= MOST_CODES:
                 del self._codes[next(iter(self._codes))]

@@ -1,7 +1,7 @@
 """Runs the page: in a thread beside a coordinator, or in the foreground for runs that have ended.
 
-Nothing of the web is imported before the first browser comes, or the job has run for a while: a short job that nobody
-looks at pays nothing, and in a long one the first browser does not wait for imports.
+The web framework is imported when the first browser comes, or when the job has run for a while. So a short job that
+has no viewers pays nothing, and in a long one the first browser does not wait for imports.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _deliver(batch: Sequence[_Queued], answers: Sequence[BatchAnswer | RequestEr
     loop = batch[0].future.get_loop()
     try:
         loop.call_soon_threadsafe(_resolve, batch, answers)
-    except RuntimeError:  # the loop was closed: nobody waits for these any more
+    except RuntimeError:  # the loop was closed, and its callers with it
         log.debug("%d answers came after the end", len(batch))
 
 

@@ -20,7 +20,7 @@ _MOST_CLIENTS = 4096
 _MOST_HEAD_BYTES = 1 << 20
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)/(s|m)")
 _SHORTEST_TOKEN = 16
-#: Names that mean this host, whoever asks; each may have a port, which ssh and containers change.
+#: Names of this host for every client. Each may have a port, which ssh and containers change.
 _OWN_NAMES = ("localhost", "[::1]")
 
 

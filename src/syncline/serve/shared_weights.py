@@ -27,7 +27,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 def share(weights: SavedWeights) -> shm.SharedMemory:
-    """Copies weights to memory that others can map by its descriptor and that nobody can change later."""
+    """Copies weights to memory that other processes can map by its descriptor. It cannot be changed later."""
     places, end = [], 0
     for name, (weight, data) in weights.items():
         places.append(_Place(name, weight.dtype, weight.shape, end, data.size))

@@ -30,7 +30,7 @@ class UntouchedSlices:
         self._touched: dict[Ranges, tuple[HostedSlice, ...]] = {}
 
     def count(self, commits: Sequence[Commit[StagedCommit]], slots: tuple[HostedSlice, ...]) -> Sequence[HostedSlice]:
-        """Counts a round where nothing else is to be done, and returns the slices at which it must be queued.
+        """Counts a round at slices that it does not touch, and returns the slices at which it must be queued.
         `slots`: all slices, always the same ones.
         """
         touched = self._touched_by(commits, slots)

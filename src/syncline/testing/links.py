@@ -15,7 +15,7 @@ from typing import Literal
 Direction = Literal["up", "down"]
 CHUNK_BYTES = 1 << 16
 JOIN_SECONDS = 10.0
-#: Takes a chunk of a direction, waits as it is told to, and gives what is to be sent on, and how to cut then, if so.
+#: Takes a chunk of a direction, and waits as it is told to. Returns the bytes to send on, and how to cut after them.
 Pass = Callable[["ProxiedLink", Direction, bytes], tuple[bytes, "CutLink | None"]]
 
 

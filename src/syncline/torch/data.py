@@ -49,7 +49,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     was made, or by `name`. `len(loader)` is about the number of this worker's batches, `total_steps` the job's steps
     in an epoch.
 
-    A worker that has finished an epoch rests, so that nobody waits for it; one that left the loop early does not.
+    A worker that has finished an epoch rests, so no worker waits for it. One that left the loop early does not rest.
 
     `split` says which part of the data a worker reads. `None`: `iter()` decides. With gradients enabled the pass is
     an epoch of the job, which its workers share; what is read in a loop without a step is passed over. With gradients

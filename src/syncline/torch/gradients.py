@@ -43,7 +43,7 @@ class Gradients:
             for index in self._parameters_of[-1]:
                 self._slices_of.setdefault(index, []).append(number)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooked: set[int] = set()  # parameters, of which gradients are to be expected
+        self._hooked: set[int] = set()  # parameters that will get gradients
         self._see_to_hooks()
 
     # -- early --------------------------------------------------------------------------------------------

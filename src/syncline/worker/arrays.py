@@ -109,7 +109,7 @@ def address_of(array: Array) -> int:
 
 
 def check_finite(name: str, array: Array, who: str) -> None:
-    """Raises LayoutError for NaN or Inf in a value that is to be registered."""
+    """Raises LayoutError for NaN or Inf in a value before it is registered."""
     if dtype_of(array) not in FLOATS:
         return
     test: Callable[[Array], Array] = _torch().isfinite if is_torch(array) else np.isfinite

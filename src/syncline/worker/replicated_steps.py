@@ -131,7 +131,7 @@ class ReplicatedSteps:
         state: Callable[[], Arrays],
         weight: float | None = None,
     ) -> ReplicatedStep:
-        """One round. `state` returns this worker's replica before the step; it is called if it is to be pushed."""
+        """One round. `state` returns this worker's replica before the step; it is called only for a push of it."""
         weight = self._begin.begin(weight, id(self))
         self._gradients.check(gradients, "a gradient")
         self._job.exchange.times.lap("compute")

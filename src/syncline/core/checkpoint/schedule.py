@@ -71,7 +71,7 @@ class SaveStanding:
 
     name: str
     number: int
-    lineage: str  # empty: nobody knows
+    lineage: str  # empty: unknown
     is_sound: bool  # its manifest verifies, and its files are there
     is_unfinished: bool = False  # it has no manifest
     is_whole: bool = True  # a job can go on from it; else it is of weights only
@@ -80,9 +80,9 @@ class SaveStanding:
 def outdated(found: Iterable[SaveStanding], keep: int, lineage: str, best: Collection[str]) -> list[str]:
     """Names of those to remove, oldest first.
 
-    Only of this lineage; not the `keep` newest sound ones, not the best. What is damaged stays until as many newer
-    ones are sound: somebody may want to save what can be saved. What a try has left that came to no end goes when a
-    newer one is sound. Of those with weights only, the newest stays, and the best.
+    Only of this lineage; not the `keep` newest sound ones, not the best. A damaged one stays until as many newer
+    ones are sound, since parts of it may still be worth saving. An unfinished one goes when a newer one is sound. Of
+    those with weights only, the newest stays, and the best.
     """
     every = sorted((one for one in found if one.lineage == lineage and lineage), key=lambda one: one.number)
     own = [one for one in every if one.is_whole]

@@ -184,8 +184,8 @@ def _mixed(value: int) -> int:
 class ByRank:
     """The positions of one worker, batch by batch.
 
-    Global batch k covers the next world_size · batch_size positions, of which each rank takes its own
-    batch_size. The last global batch may be partial: its positions are cut into world_size parts that differ
+    Global batch k covers the next world_size · batch_size positions. Each rank takes its own batch_size of
+    them. The last global batch may be partial: its positions are cut into world_size parts that differ
     by at most one, so nothing is padded, lost or repeated; a rank whose part is empty has one batch less.
     `drop_last` leaves out a partial global batch, for all ranks alike.
     """

@@ -407,7 +407,7 @@ def _closest(problem: Problem) -> tuple[str, float, float]:
 
 
 def closest_cut(tables: CutTables) -> tuple[int, ...]:
-    """By dynamic programming, the cut of which the fullest stage is least full."""
+    """The cut whose fullest stage is least full, by dynamic programming."""
     num_stages, layers = tables.problem.shape.num_stages, len(tables.problem.layers)
     full = np.full((num_stages + 1, layers + 1), math.inf)
     full[-1, layers] = 0.0

@@ -43,7 +43,7 @@ class GivenCut(Message, frozen=True):
 
 
 class MarkCut(Message, frozen=True):
-    """To a server: mark these slices, of which it is primary or backup. Answered with `MarkedCut`.
+    """To the primary or a backup of these slices: mark them. Answered with `MarkedCut`.
 
     Refused if the barrier of this number should be closed here and has opened. Marks are kept until `EndCut`, for a
     deadline, or until a cut of a higher number.

@@ -166,7 +166,7 @@ class Keeper:
                 if now - last > 10 * _TICK_SECONDS:
                     self._lives.skipped(now - last)
                 last = now
-        except Exception as error:  # said to whoever waits for the start
+        except Exception as error:  # raised where the start is awaited
             log.exception("the keeper failed by a fault of syncline; please report it")
             self._trouble = ConfigError(f"the keeper failed: {error}")
         finally:

@@ -26,7 +26,7 @@ class _Life:
 
 @dataclasses.dataclass(frozen=True)
 class Due(Generic[K]):
-    """What is to be done now."""
+    """Which processes to start and to kill now."""
 
     start: tuple[K, ...]
     kill: tuple[tuple[K, str], ...]  #: and why
@@ -72,7 +72,7 @@ class ProcessLives(Generic[K]):
         return max(0, self._lives[key].num_starts - 1)
 
     def due(self, now: float) -> Due[K]:
-        """What to start and what to kill. Whoever is killed ends, and starts again then."""
+        """What to start and what to kill. A killed process starts again when its end is seen."""
         start = tuple(key for key, life in self._lives.items() if not life.is_running and life.start_at <= now)
         kill = []
         for key, life in self._lives.items():

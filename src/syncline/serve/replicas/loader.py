@@ -1,7 +1,7 @@
 """The loader: reads and tries new versions, shares their weights, and decides which version answers.
 
-It is a process of its own because it runs the operator's code on versions that nobody has tried: if that ends a
-process, it must be none that answers requests.
+It runs the operator's code on untried versions, which may end a process. So it is a process of its own, which answers
+no requests.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class KeptProcess(abc.ABC):
         return number
 
     def forget_question(self, number: int) -> None:
-        """Nobody waits for these totals any more."""
+        """These totals are not needed any more."""
         self._asked.pop(number, None)
 
     def _heard(self, message: FromKeeper, descriptors: list[int]) -> None:
@@ -103,7 +103,7 @@ class KeptProcess(abc.ABC):
             self._tasks.put((message, descriptors))
 
     def _lost(self) -> None:
-        """The keeper is gone: so is the service that somebody started, and nothing would ever end this process."""
+        """The keeper is gone, and the service with it. Without the keeper nothing would end this process."""
         log.warning("the process that was started is gone; this one answers open requests, then ends")
         self._end()
 

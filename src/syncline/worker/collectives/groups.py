@@ -183,7 +183,7 @@ def plain(x: Any) -> np.ndarray[Any, Any] | None:
 
 
 def kind_of(verb: str, op: str, numbers: np.ndarray[Any, Any], *, of_torch: bool) -> Hashable:
-    """The same for all calls of which the same is said."""
+    """A key of a call's description: equal descriptions have equal keys."""
     return verb, op, numbers.dtype, numbers.shape, of_torch
 
 

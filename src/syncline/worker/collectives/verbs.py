@@ -434,7 +434,7 @@ def _check_in_place(verb: str, x: Any) -> None:
 
 
 def _values(x: Any) -> list[Value]:
-    """The pieces of a list, or one array that is to be cut."""
+    """The pieces of a list, or one array that the call cuts into pieces."""
     values = [value_of(one) for one in x] if isinstance(x, list | tuple) else [value_of(x)]
     if len({value.dtype for value in values}) != 1:
         raise CollectiveError(f"arrays of {', '.join(value.dtype for value in values)} in one call; use one dtype")

@@ -71,7 +71,7 @@ class Dialing:
             with self._change:
                 self._change.wait_for(lambda: self._endpoint is not None or self._error is not None)
         except BaseException:
-            self.give_up("nobody waits any more")
+            self.give_up("the caller has stopped waiting")
             raise
         if self._endpoint is None:
             assert self._error is not None
