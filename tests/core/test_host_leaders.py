@@ -29,7 +29,7 @@ def members_of(hosts: dict[str, str], num_cores: int = 64, cores: str = "") -> l
 
 
 @pytest.mark.parametrize("on", ["aa", "aaaa", "aabb", "abab", "abbb", "aabbcc", "abcabc", "aaab", "aabc"])
-def test_every_host_has_one_deputy_of_each_slice_and_they_are_even(on: str) -> None:
+def test_every_host_has_one_leader_of_each_slice_and_they_are_even(on: str) -> None:
     hosts = {f"server-{rank}": host for rank, host in enumerate(on)}
     replica_sets = seats_of(list(hosts), 24 * len(on))
     found = host_leaders_of(RING, replica_sets, members_of({**hosts, "worker-0": "elsewhere"}))

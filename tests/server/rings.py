@@ -22,9 +22,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def check_way(jobs: Any, way: str, num_workers: int) -> None:
     """Sums go this way in a ring that has come to so many."""
-    is_by_deputies = way == "by host leaders" or (way == "by host leaders for two" and num_workers == 2)
+    has_reducers = way == "by host leaders" or (way == "by host leaders for two" and num_workers == 2)
     host_reducers = [server.ring.host_reducers.current for server in jobs.servers.values()]
-    assert [relay is not None for relay in host_reducers] == [is_by_deputies] * num_workers
+    assert [reducer is not None for reducer in host_reducers] == [has_reducers] * num_workers
 
 
 def copies(jobs: Any) -> dict[str, dict[int, Any]]:

@@ -23,7 +23,7 @@ from syncline.worker.exchange import finite, routes
 STEPS = 8
 #: Two hosts with two workers each, whose sums go by host leaders; one host; and four workers whose sums gloo makes.
 KINDS: dict[str, dict[str, Any]] = {
-    "relay": {"on": ["a", "a", "b", "b"]},
+    "two hosts": {"on": ["a", "a", "b", "b"]},
     "one host": {"num_cores": 64},
     "process_group": {"sums": "gloo"},
 }
@@ -216,7 +216,7 @@ def test_so_it_does_where_gradients_stay_on_their_device(
     assert torch.equal(trained(body, True, "device_channel", device), trained(body, False, "device_channel", device))
 
 
-@pytest.mark.parametrize("kind", ["relay", "one host"])
+@pytest.mark.parametrize("kind", ["two hosts", "one host"])
 def test_host_leaders_begin_all_slices_before_their_round_is_complete(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
