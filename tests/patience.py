@@ -10,4 +10,7 @@ JOB_PATIENCE = 400.0
 #: A syncline.toml for jobs whose members start when the machine lets them; and one by which, besides, who is silent
 #: is slow, not dead, and a connection that closed is a death when the launcher says so, or after long.
 PATIENT_START = f"start_seconds = {PATIENCE}\ncoordinator_seconds = {PATIENCE}\n"
-PATIENT_TOML = "deadline_seconds = 60.0\nlongest_deadline_seconds = 120.0\nsuspect_seconds = 30.0\n" + PATIENT_START
+PATIENT_TOML = (
+    "deadline_seconds = 60.0\nlongest_deadline_seconds = 120.0\nsuspect_seconds = 30.0\n"
+    f"follower_seconds = {PATIENCE}\n{PATIENT_START}"
+)

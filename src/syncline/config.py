@@ -78,6 +78,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "stuck_seconds": (1e-3, 1e9),
     "coordinator_seconds": (0.0, 1e9),
     "leave_seconds": (1e-3, 1e9),
+    "follower_seconds": (0.0, 1e9),
     "sync_every": (1, 1 << 40),
     "pull_every": (1, 1 << 40),
     "window": (0, 1023),
@@ -109,6 +110,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     stuck_seconds: float = 600.0  #: others wait for a member that lives and does not advance, then it is evicted
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back
     leave_seconds: float = 60.0  #: for a server that leaves to hand over its slices
+    follower_seconds: float = 5.0  #: for followers (serve --follow) to read the last step when all scripts have ended
     policy: str = "sync"  #: when updates are applied: sync, sync:spare=N, bounded:K, async, async:gather=N
     weights: str = "count"  #: in bounded and async: count: a push is scaled by its weight; ignore: all count the same
     lr_per_worker: bool = False  #: in sync: each gradient counts by its own worker's learning rate

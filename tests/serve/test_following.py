@@ -101,7 +101,7 @@ def numbers(follower: JobFollower) -> dict[str, np.ndarray]:
 
 
 def cut(follower: JobFollower) -> None:
-    """The next cut; on a machine that has much to do, no cut may fit into its 20 ms for a while."""
+    """The next cut; on a machine that has much to do, all tries may be too short for a while."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -124,8 +124,10 @@ def cut(follower: JobFollower) -> None:
 def test_a_cut_is_no_mix_of_steps(commands: Commands, words: tuple[str, ...]) -> None:
     process, job = begin(commands, *words)
     follower = JobFollower(job, "follower")
-    seen = []
-    for _ in range(30):
+    seen: list[int] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(seen) < 30 or len(set(seen)) < 6:
+        assert time.monotonic() < deadline, seen
         cut(follower)
         found = numbers(follower)
         assert set(found) == {*(f"w{k}" for k in range(6)), "still"}
@@ -136,7 +138,7 @@ def test_a_cut_is_no_mix_of_steps(commands: Commands, words: tuple[str, ...]) ->
             changed = sum(found[f"w{k}"].nbytes for k in range(6))
             assert follower.num_bytes in (0, pytest.approx(changed, rel=0.1))
         seen.append(follower.step)
-    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert seen == sorted(seen)
     follower.close()
     assert "follower follows the job" in end(commands, process)
 
@@ -181,14 +183,18 @@ def test_a_server_follows_and_outlives_the_job(
             status, answer = call.post("/predict", {"input": [0.0] * 6})
             assert status == 200 and answer["output"] == [float(answer["model_version"])] * 6
             seen.add(int(answer["model_version"]))
-        assert server.standing()["trouble"] == ""
+        wait_for(lambda: server.standing()["trouble"] == "")
         end(commands, process)
-        wait_for(lambda: server.standing()["trouble"] != "")
-        assert server.standing()["trouble"] == "the job has ended"
-        status, answer = call.post("/predict", {"input": [0.0] * 6})
-        assert status == 200 and answer["output"] == [float(answer["model_version"])] * 6
+        wait_for(lambda: server.standing()["trouble"] == "the job has ended")
         last = max(int((commands.folder / f"last-{k}").read_text()) for k in range(2))
-        assert int(answer["model_version"]) == last >= max(seen)
+        assert last >= max(seen)
+
+        def answers_as_the_last() -> bool:
+            status, answer = call.post("/predict", {"input": [0.0] * 6})
+            assert status == 200 and answer["output"] == [float(answer["model_version"])] * 6
+            return int(answer["model_version"]) == last
+
+        wait_for(answers_as_the_last)
 
 
 def test_the_command_follows_through_the_death_of_a_server(commands: Commands) -> None:

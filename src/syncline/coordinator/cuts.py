@@ -2,7 +2,8 @@
 
 A cut is taken by the reconfiguration thread, as a save's snapshot is, so no generation begins meanwhile. The snapshot
 barriers close until all servers have the same commits; then each slice is marked at a backup, or at its primary if it
-has none. Commits are held for `HOLD_SECONDS` at most: a cut that needs more time is tried again later.
+has none. Commits are held for `HOLD_SECONDS` at most. A cut that needs more time is tried again later: each further
+try may hold them for twice as long, and comes after twice the pause, so commits wait for the same part of the time.
 
 When all scripts have ended, followers that wait for it are told, and workers stay until each has read a last cut.
 """
@@ -27,15 +28,17 @@ from syncline.core.wire.message import Done, Message
 from syncline.errors import StoreError, SynclineError, WaitTimeout
 from syncline.net.rpc import Endpoint, Request
 
-#: How long commits may be held for a cut.
+#: How long commits may be held for the first try of a cut.
 HOLD_SECONDS = 0.02
-#: The pause before another try, and how many tries there are before the follower is told why.
+#: The pause before the second try.
 AGAIN_SECONDS = 0.1
-MOST_TRIES = 20
+#: Hold and pause double with each try, up to so many times the first. All tries together take about 12 seconds.
+_MOST_DOUBLED = 16
+#: After so many tries the follower is told why there is no cut.
+MOST_TRIES = 10
 #: From this try on slices are read at their primaries: a backup may be behind for long.
 _PRIMARY_TRIES = 3
-#: How long the end of a job waits for followers to read the last cut, and how long that cut may take.
-LAST_SECONDS = 5.0
+#: How long the last cut may take: nothing trains any more.
 LAST_HOLD_SECONDS = 1.0
 #: Barriers open by themselves in time; the word that slices are marked may come later.
 _ANSWER_SECONDS = 0.1
@@ -51,6 +54,7 @@ class _Asked:
 
 @dataclasses.dataclass
 class _Follower:
+    name: str
     number: int = 0  # of its cut, which it has not read yet
     servers: list[str] = dataclasses.field(default_factory=list)
     end: Request | None = None  # it wants to be told of the end
@@ -67,6 +71,7 @@ class CutService:
         self._asked: list[_Asked] = []
         self._followers: dict[Endpoint, _Follower] = {}
         self._ends_at = 0.0  # when the job no longer waits for them; 0: scripts run
+        self._said_late: list[str] = []  # followers that were too late for the last cut
 
     @property
     def handlers(self) -> dict[type[Message], Callable[[Request, Any], None]]:
@@ -83,7 +88,7 @@ class CutService:
         """Under the lock."""
         if request.endpoint not in self._followers:
             self._job.event(f"{request.peer.name} follows the job", "join")
-            self._followers[request.endpoint] = _Follower()
+            self._followers[request.endpoint] = _Follower(request.peer.name)
         return self._followers[request.endpoint]
 
     def _await_end(self, request: Request, message: AwaitEnd) -> None:
@@ -113,10 +118,26 @@ class CutService:
 
     def may_end(self, now: float) -> bool:
         """Under the lock, when all scripts have ended: whether followers have the last state, or took too long."""
-        if all(one.has_last or not one.awaits_end for one in self._followers.values()):
+        late = [one.name for one in self._followers.values() if one.awaits_end and not one.has_last]
+        if not late:
             return True
-        self._ends_at = self._ends_at or now + LAST_SECONDS
-        return now >= self._ends_at
+        seconds = self._job.config.follower_seconds
+        self._ends_at = self._ends_at or now + seconds
+        if now < self._ends_at:
+            return False
+        if self._said_late != late:
+            self._said_late = late
+            self._job.event(
+                f"{', '.join(late)} did not read the last step within {seconds:g} s; the job waits no longer and ends"
+            )
+        return True
+
+    def scripts_run(self) -> None:
+        """Under the lock: not all scripts have ended. If they had, a worker has joined since."""
+        if self._ends_at:
+            self._ends_at, self._said_late = 0.0, []
+            for one in self._followers.values():
+                one.reads_last = one.has_last = False
 
     @property
     def num_followers(self) -> int:
@@ -153,7 +174,7 @@ class CutService:
             self._asked.remove(asked)
             is_last = bool(self._ends_at)
         try:
-            answer = self._cut(asked, LAST_HOLD_SECONDS if is_last else HOLD_SECONDS)
+            answer = self._cut(asked, LAST_HOLD_SECONDS if is_last else HOLD_SECONDS * _doubled(asked.num_tries))
         except SynclineError as error:
             self._again(asked, error)
             return
@@ -169,12 +190,13 @@ class CutService:
             self._tell(servers, EndCut(answer.number))
 
     def _again(self, asked: _Asked, error: SynclineError) -> None:
+        factor = _doubled(asked.num_tries)
         asked.num_tries += 1
         if asked.num_tries >= MOST_TRIES:
             asked.request.refuse(StoreError(f"no cut after {MOST_TRIES} tries: {error}"))
             return
         with self._job.lock:
-            asked.not_before = time.monotonic() + AGAIN_SECONDS
+            asked.not_before = time.monotonic() + AGAIN_SECONDS * (1 if self._ends_at else factor)
             if asked.request.endpoint in self._followers:
                 self._asked.append(asked)
 
@@ -195,7 +217,7 @@ class CutService:
         began = time.monotonic()
         attempt = SnapshotAttempt(number, primaries, began + seconds)
         try:
-            self._close_barriers(attempt)
+            self._close_barriers(attempt, seconds)
             places = places_of(replica_sets, members, at_primaries=asked.num_tries >= _PRIMARY_TRIES)
             versions = self._mark(number, places, primaries, attempt.until)
         finally:
@@ -205,12 +227,14 @@ class CutService:
         given = [CutPlace(members[name], slices, versions[name]) for name, slices in places.items()]
         return GivenCut(number, attempt.num_updates, segments[asked.message.num_segments :], given, held_seconds)
 
-    def _close_barriers(self, attempt: SnapshotAttempt) -> None:
+    def _close_barriers(self, attempt: SnapshotAttempt, seconds: float) -> None:
         verdict = "further"
         while verdict == "further":
             left = attempt.until - time.monotonic()
             if left <= 0:
-                raise WaitTimeout("commits were held for long enough")
+                raise WaitTimeout(
+                    f"the servers did not reach one point within {1000 * seconds:g} ms; the host may be overloaded"
+                )
             # A server opens its barrier by then, whatever happens to this coordinator.
             message = msgspec.structs.replace(attempt.close(), is_save=False, seconds=left)
             answers = self._calls.ask(dict.fromkeys(attempt.servers, message), gives_way=True, until=attempt.until)
@@ -245,6 +269,10 @@ class CutService:
         for endpoint in endpoints:
             if endpoint is not None:
                 endpoint.mention(message)
+
+
+def _doubled(num_tries: int) -> int:
+    return int(min(2**num_tries, _MOST_DOUBLED))
 
 
 def places_of(

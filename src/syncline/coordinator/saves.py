@@ -376,6 +376,8 @@ class SaveService:
 
     def _may_leave(self) -> bool:
         """Whether the workers whose scripts have ended may leave."""
+        if self._job.membership.workers() and not self._are_all_finishing():
+            self._cuts.scripts_run()
         if not self._finishing or not self._are_all_finishing():
             return not self._is_on and bool(self._finishing)
         if self.current is not None or self._next is not None:

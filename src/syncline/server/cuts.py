@@ -115,7 +115,9 @@ class MarkedCuts:
                     raise ProtocolError(f"slice {number} is not here")
                 left = until - time.monotonic()
                 if left < 0:
-                    raise StoreError(f"{len(message.slices)} slices were not marked in time")
+                    raise StoreError(
+                        f"{len(message.slices)} slices were not marked in time; the host may be overloaded"
+                    )
                 if not slot.lock.acquire(timeout=min(_LOCK_SECONDS, left)):
                     raise StoreError(f"slice {number} is being updated")
                 try:
