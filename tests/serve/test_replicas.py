@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -14,14 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from tests import forked
 from tests.patience import PATIENCE
 from tests.serve.saved import MODEL, Caller, arrays, expected, infer_body, save
 from tests.serve.test_command import control, serving
 
+from syncline.cli.serve import serve
 from syncline.errors import ConfigError, StoreError
 from syncline.serve import Server
-from syncline.serve.control import ControlRequest
+from syncline.serve.control import ControlRequest, ask, folder_of
+from syncline.serve.replicas.link import socket_pair
 
 pytestmark = pytest.mark.slow
 ROW = [1.0, 1.0, 1.0, 1.0]
@@ -132,7 +137,7 @@ def test_no_request_is_lost_whoever_dies(served: Any, tmp_path: pathlib.Path) ->
     """
     saves = tmp_path / "saves"
     save(saves, 1)
-    server = served(saves, name="linear", silence_seconds=5.0, max_batch=8)
+    server = served(saves, name="linear", silence_seconds=20.0, max_batch=8)
     with Load(server.url) as load:
         load.is_answered()
         for number, sent in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
@@ -169,14 +174,20 @@ def test_no_request_is_lost_whoever_dies(served: Any, tmp_path: pathlib.Path) ->
 
 
 def test_counts_of_all_replicas_are_added_up(served: Any) -> None:
-    """Also of one that is stopped, and of one that was killed."""
-    server = served()
+    """Also of one that is stopped, and of one that was killed. A replica that is slow to say its counts counts with
+    those that it said before.
+    """
+    server = served(silence_seconds=PATIENCE)
 
     def num_answered() -> int:
         with Caller(server.url) as call:
-            text = call("GET", "/metrics")[2].decode()
+            status, _, content = call("GET", "/metrics")
+        text = content.decode()
+        if status == 503:  # the counts did not come in time
+            return -1
         assert 'syncline_version_loaded{version="1"} 1' in text.splitlines()
-        return int(text.partition('syncline_requests_total{version="1",status="200"} ')[2].split()[0])
+        found = text.partition('syncline_requests_total{version="1",status="200"} ')[2]
+        return int(found.split()[0]) if found else 0
 
     def ask_once() -> None:
         with Caller(server.url) as call:
@@ -184,20 +195,25 @@ def test_counts_of_all_replicas_are_added_up(served: Any) -> None:
 
     for _ in range(10):
         ask_once()
-    assert num_answered() == 10 and server.standing()["num_requests"] == 10
+    wait_for(lambda: num_answered() == 10)
+    assert server.standing()["num_requests"] == 10
     pids = [process(server, "replica", number)["pid"] for number in range(2)]
     for number, pid in enumerate(pids):  # each of them must answer then
         send(pid, signal.SIGSTOP)
         ask_once()
-        assert num_answered() == 11 + number
+        wait_for(lambda number=number: num_answered() == 11 + number)  # type: ignore[misc]
         os.kill(pid, signal.SIGCONT)
     os.kill(pids[0], signal.SIGKILL)
     wait_for(lambda: is_back(server, "replica", pids[0]))
     ask_once()
-    assert num_answered() == 13
-    with Caller(server.url) as call:
-        told = call.get("/status")[1]
-        assert (told["num_answered"], told["num_replicas"]) == (13, 2)
+    wait_for(lambda: num_answered() == 13)
+
+    def counts() -> tuple[int, int]:
+        with Caller(server.url) as call:
+            status, told = call.get("/status")
+        return (told["num_answered"], told["num_replicas"]) if status == 200 else (-1, -1)
+
+    wait_for(lambda: counts() == (13, 2))
 
 
 FATAL = (
@@ -291,10 +307,12 @@ def test_both_protocols_and_their_ports(served: Any) -> None:
 def test_what_cannot_be_is_said_at_the_start(served: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "broken.py").write_text("1/0\n")
     (tmp_path / "ends.py").write_text("import os\nos._exit(7)\n")
+    (tmp_path / "talks.py").write_text("def Net():\n    raise ValueError('x' * 200_000)\n")
     (tmp_path / "empty").mkdir()
     for weights, model, kind, words in (
         (None, f"{tmp_path}/broken.py:Net", ConfigError, "ZeroDivisionError"),
         (None, f"{tmp_path}/ends.py:Net", ConfigError, "did not start: it ended with code 7"),
+        (None, f"{tmp_path}/talks.py:Net", ConfigError, " characters)"),
         (None, f"{tmp_path}/linear.py:Nat", ConfigError, "defines no 'Nat'; it has Net"),
         (None, "linear.py:", ConfigError, "name the model's file and what makes it"),
         (tmp_path / "empty", f"{tmp_path}/linear.py:Net", StoreError, "holds no checkpoint that can be served"),
@@ -304,6 +322,106 @@ def test_what_cannot_be_is_said_at_the_start(served: Any, tmp_path: pathlib.Path
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="replicas are processes that import your file"):
         Server(lambda: None, replicas=2)
+
+
+#: Imports when there is a file `go`, and says which processes have tried. Says too which ones have ended in order.
+SLOW = (
+    MODEL
+    + """
+import logging, os, pathlib, time
+
+folder = pathlib.Path(__file__).parent
+(folder / f"pid-{os.getpid()}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+
+class Says(logging.Handler):
+    def close(self):
+        (folder / f"ended-{os.getpid()}").touch()
+
+logging.getLogger().addHandler(Says())
+"""
+)
+
+
+def test_ctrl_c_at_the_start_leaves_no_process(served: Any, tmp_path: pathlib.Path) -> None:
+    """It is an exception, which may come while the replicas import the model's file."""
+    (tmp_path / "slow.py").write_text(SLOW)
+
+    def pids() -> list[int]:
+        return [int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*")]
+
+    def interrupt() -> None:
+        wait_for(lambda: len(pids()) == 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        served(None, f"{tmp_path / 'slow.py'}:Net", drain_seconds=0.0)
+    thread.join(PATIENCE)
+    wait_for(lambda: not any(_runs(pid) for pid in pids()))
+
+
+def test_a_process_that_reads_nothing_for_a_while_hears_of_the_end(
+    served: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is full when the keeper tells all processes to end. It must be told when it reads again."""
+
+    def small_socket_pair() -> tuple[socket.socket, socket.socket]:
+        pair = socket_pair()
+        pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        return pair
+
+    monkeypatch.setattr("syncline.serve.replicas.keeper.socket_pair", small_socket_pair)
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "go").touch()
+    server = served(None, f"{tmp_path / 'slow.py'}:Net", silence_seconds=PATIENCE, drain_seconds=PATIENCE)
+    pids = [process(server, "replica", number)["pid"] for number in range(2)]
+    send(pids[0], signal.SIGSTOP)
+    for _ in range(30):  # each asks the replicas for their counts
+        server.standing()
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    wait_for(lambda: not _runs(pids[1]))
+    os.kill(pids[0], signal.SIGCONT)
+    closing.join(2 * PATIENCE)
+    assert not closing.is_alive() and (tmp_path / f"ended-{pids[0]}").exists()
+
+
+def test_a_fault_of_the_keeper_ends_the_command(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All processes end with it: nothing is served, so the command must not wait for Ctrl-C."""
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    is_up, has_ended = threading.Event(), threading.Event()
+    monkeypatch.setattr("syncline.cli.serve.say_where", lambda server: is_up.set())
+
+    def fail(*given: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("syncline.serve.replicas.keeper.added_up", fail)
+    (tmp_path / "model.py").write_text(MODEL)
+    runs = str(tmp_path / "runs")
+
+    def make_it_fail() -> None:
+        assert is_up.wait(PATIENCE)
+        with pytest.raises(ConfigError, match="nothing serves net here"):
+            ask(folder_of(runs, "net"), ControlRequest("status"))
+        if not has_ended.wait(PATIENCE):
+            handlers[signal.SIGINT](signal.SIGINT, None)
+
+    thread = threading.Thread(target=make_it_fail)
+    thread.start()
+    with pytest.raises(typer.Exit) as caught:
+        serve(f"{tmp_path / 'model.py'}:Net", replicas=2, port=0, runs=runs)
+    has_ended.set()
+    thread.join(PATIENCE)
+    said = capsys.readouterr().err
+    assert caught.value.exit_code == 1
+    assert "syncline: the process that keeps the replicas failed (OSError: [Errno 24] Too many open files)" in said
 
 
 def test_the_command_and_its_end(tmp_path: pathlib.Path) -> None:

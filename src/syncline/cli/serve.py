@@ -18,6 +18,7 @@ from syncline.errors import ConfigError
 from syncline.launch.folder import find_job
 from syncline.launch.saving import parse_bytes
 
+_LOOK_SECONDS = 0.5
 _FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
@@ -135,8 +136,11 @@ def serve(
         signal.signal(number, end)
     with InferenceServer(model, weights, follow=followed, **settings) as server:
         say_where(server)
-        ends.wait()
-        typer.echo("syncline: answers open requests, then ends", err=True)
+        while not ends.wait(_LOOK_SECONDS) and not server.trouble:
+            pass
+        typer.echo(f"syncline: {server.trouble or 'answers open requests, then ends'}", err=True)
+    if server.trouble:
+        raise typer.Exit(1)
     if any(thread.name.startswith("syncline serve") for thread in threading.enumerate()):
         os._exit(0)  # the operator's code still computes, and no request waits for it
 

@@ -84,10 +84,12 @@ class Gate:
             return
         if host and not self._is_own(host):
             raise RequestError(
-                421, "the Host of this request is another host's; ask for localhost, or serve with --token-file"
+                421, "the Host header names another host; ask for localhost, or serve with --token-file"
             )
         if origin and not self._is_own(origin.partition(b"://")[2]):
-            raise RequestError(403, "pages of other sites may not ask; serve with --token-file, and let them send it")
+            raise RequestError(
+                403, "requests from other sites are refused; serve with --token-file and send the token"
+            )
 
     def _is_own(self, host: bytes) -> bool:
         name = re.sub(r":[0-9]{1,5}$", "", host.decode("latin-1").lower())

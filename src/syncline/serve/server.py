@@ -96,6 +96,11 @@ class InferenceServer:
         """`host:port` for clients of gRPC; '': there is none."""
         return self._body.grpc_address
 
+    @property
+    def trouble(self) -> str:
+        """Why serving has ended by itself; '': it goes on."""
+        return self._body.trouble
+
     def start(self) -> InferenceServer:
         """Loads the first version and listens; returns when requests are answered."""
         with contextlib.ExitStack() as stack:
@@ -130,6 +135,8 @@ class InferenceServer:
 
 class _InThisProcess:
     """One process answers: this one."""
+
+    trouble = ""
 
     def __init__(self, config: ServeConfig, model: str | Callable[[], Any], source: VersionSource | None) -> None:
         self._config, self._source = config, source
@@ -209,6 +216,11 @@ class _InReplicas:
         self._keeper: Keeper | None = None
 
     @property
+    def trouble(self) -> str:
+        found = self._keeper.trouble if self._keeper is not None else None
+        return str(found) if found is not None else ""
+
+    @property
     def version(self) -> str:
         standing = self._keeper.standing if self._keeper is not None else None
         if standing is None:
@@ -238,8 +250,8 @@ class _InReplicas:
         threads = shares(config.threads or num_threads(), config.replicas)
         control = stack.enter_context(control_socket(folder))
         keeper = self._keeper = Keeper(template, config.replicas, threads, sock, control)
-        keeper.start()
         stack.callback(keeper.close)
+        keeper.start()
 
     def control(self, request: ControlRequest) -> dict[str, Any]:
         return ask(self._folder, request)

@@ -37,7 +37,7 @@ def share(weights: SavedWeights) -> shm.SharedMemory:
     try:
         memory = shm.create(first + end)
     except OSError as error:
-        raise StoreError(f"{first + end} bytes of memory for a version cannot be had: {error}") from None
+        raise StoreError(f"cannot allocate {first + end} bytes of shared memory for a version: {error}") from None
     memory.array[:_LENGTH_BYTES] = np.frombuffer(len(header).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
     memory.array[_LENGTH_BYTES : _LENGTH_BYTES + len(header)] = np.frombuffer(header, np.uint8)
     for place, (_, data) in zip(places, weights.values(), strict=True):

@@ -148,12 +148,19 @@ class Keeper:
             self.close()
             raise self._trouble
 
+    @property
+    def trouble(self) -> SynclineError | None:
+        """Why all processes end without `close`; None: nothing has failed."""
+        return self._trouble
+
     def close(self) -> None:
-        """Answers open requests, then ends all processes."""
+        """Answers open requests, then ends all processes. Also where `start` has not returned."""
         self._is_ending = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._selector.close()
         for sock in (self._wake, self._wake_side):
             sock.close()
 
@@ -166,12 +173,17 @@ class Keeper:
                 if now - last > 10 * _TICK_SECONDS:
                     self._lives.skipped(now - last)
                 last = now
-        except Exception as error:  # raised where the start is awaited
+        except Exception as error:  # told to the thread that started this one
             log.exception("the keeper failed by a fault of syncline; please report it")
-            self._trouble = ConfigError(f"the keeper failed: {error}")
+            self._trouble = SynclineError(
+                f"the process that keeps the replicas failed ({type(error).__name__}: {error}), so all of them end; "
+                "start the server again"
+            )
         finally:
-            self._end()
-            self._is_up.set()
+            try:
+                self._end()
+            finally:
+                self._is_up.set()
 
     def _step(self) -> None:
         for ready, events in self._selector.select(_TICK_SECONDS):
@@ -205,9 +217,10 @@ class Keeper:
 
     def _start(self, key: _Key) -> None:
         role, number = key
-        ours, theirs = socket_pair()
-        ours.setblocking(False)
+        ours: socket.socket | None = None
         try:
+            ours, theirs = socket_pair()
+            ours.setblocking(False)
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-m", f"syncline.serve.replicas.{role}", str(theirs.fileno())],
@@ -216,7 +229,8 @@ class Keeper:
                     start_new_session=True,  # Ctrl-C is for the keeper, which lets requests end
                 )
         except OSError as error:
-            ours.close()
+            if ours is not None:
+                ours.close()
             self._lives.started(key, time.monotonic())
             pause = self._lives.ended(key, time.monotonic())
             log.warning("%s cannot be started: %s; the next attempt is in %.1f s", _named(key), error, pause)
@@ -293,7 +307,7 @@ class Keeper:
         except BlockingIOError:
             return False
         except (SynclineError, msgspec.MsgspecError) as error:
-            log.warning("%s is killed: it said what cannot be understood: %s", _named(child.key), error)
+            log.warning("%s is killed: it sent an invalid message: %s", _named(child.key), error)
             child.process.kill()
             return False
         if received is None:
@@ -481,15 +495,27 @@ class Keeper:
     # The end.
 
     def _end(self) -> None:
+        """Ends all processes, also after a fault. What they were not told yet does not matter any more."""
         self._sock.close()  # what waits there is accepted by replicas, as long as they have it
+        self._selector.unregister(self._wake_side)  # it stays readable
         for child in list(self._children.values()):
+            for _, descriptors in child.outbox:
+                _close(descriptors)
+            child.outbox.clear()
             self._send(child, EndServing())
         deadline = time.monotonic() + self._template.config.drain_seconds + _LATE_SECONDS
         while self._children:
-            for ready, _ in self._selector.select(_TICK_SECONDS):
-                ending: _Child | None = ready.data
-                if ending is not None and self._children.get(ending.key) is ending:
-                    self._read(ending)
+            for ready, events in self._selector.select(_TICK_SECONDS):
+                ending: _Child = ready.data
+                if self._children.get(ending.key) is not ending:
+                    continue
+                try:
+                    if events & selectors.EVENT_WRITE:
+                        self._flush(ending)
+                    if events & selectors.EVENT_READ:
+                        self._read(ending)
+                except Exception:  # what it says need not be understood now
+                    log.debug("a message at the end was not handled", exc_info=True)
             for child in list(self._children.values()):
                 if time.monotonic() > deadline:
                     child.process.kill()

@@ -19,12 +19,19 @@ from syncline.serve.replicas.messages import Beat, FromKeeper, ToKeeper
 BEAT_SECONDS = 0.5
 _MOST_BYTES = 1 << 17  # of a message; a socket's buffer is larger
 _MOST_DESCRIPTORS = 4
+_MOST_WORDS = 2000  # characters of a text that the operator's code or its data made
 _END_SECONDS = 2.0
 _encoder = msgspec.msgpack.Encoder()
 FROM_KEEPER: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)
 TO_KEEPER: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
 
 M = TypeVar("M")
+
+
+def fitting(words: str) -> str:
+    """Words of an error, so that a message can hold them: not too long, and valid UTF-8."""
+    cut = words if len(words) <= _MOST_WORDS else f"{words[:_MOST_WORDS]}… ({len(words)} characters)"
+    return cut.encode(errors="backslashreplace").decode()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

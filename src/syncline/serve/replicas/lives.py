@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
-#: A process that begins, or that loads a version, may be silent for longer.
+#: A process that is not up yet may be silent for longer: it imports the model's file and loads versions.
 _START_FACTOR = 12.0
 
 K = TypeVar("K", bound=Hashable)
@@ -72,7 +72,7 @@ class ProcessLives(Generic[K]):
         return max(0, self._lives[key].num_starts - 1)
 
     def due(self, now: float) -> Due[K]:
-        """What to start and what to kill. A killed process starts again when its end is seen."""
+        """What to start and what to kill. A process that is killed ends, and then starts again."""
         start = tuple(key for key, life in self._lives.items() if not life.is_running and life.start_at <= now)
         kill = []
         for key, life in self._lives.items():

@@ -118,7 +118,7 @@ class VersionLoader(KeptProcess):
         self.link.send(OfferVersion(version=facts), [memory.fd] if memory is not None else [])
         if memory is not None:
             memory.close()
-        answer.wait_for(f"the replicas' word on version {facts.name}", _LOAD_SECONDS)
+        self._wait_for(facts.digest, answer, f"not all replicas loaded version {facts.name}", _LOAD_SECONDS)
         if answer.value:
             raise StoreError(str(answer.value))
         with self._publishing:
@@ -131,7 +131,13 @@ class VersionLoader(KeptProcess):
         number = next(self._publish_numbers)
         answer = self._waiting[number] = Awaited()
         self.link.send(Publish(number=number, standing=self._versions.standing()))
-        answer.wait_for("the replicas' word on a switch", _SECONDS)
+        self._wait_for(number, answer, "not all replicas switched", _SECONDS)
+
+    def _wait_for(self, key: str | int, answer: Awaited, what: str, seconds: float) -> None:
+        try:
+            answer.wait_for(what, seconds)
+        finally:
+            self._waiting.pop(key, None)
 
     def _answer(self, request: ControlRequest) -> dict[str, Any]:
         if request.verb == "load":
@@ -143,8 +149,11 @@ class VersionLoader(KeptProcess):
                 change(self._versions, request)
                 self._publish()
         counted = Awaited()
-        self.ask_totals(counted.give)
-        counted.wait_for("the counts of all replicas", _SECONDS)
+        question = self.ask_totals(counted.give)
+        try:
+            counted.wait_for("not all replicas gave their counts", _SECONDS)
+        finally:
+            self.forget_question(question)
         assert isinstance(counted.value, TotalsOfAll)
         return told(
             self._versions, counted.value.totals, self._name, self._url, self._source, counted.value.processes

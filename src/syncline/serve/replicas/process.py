@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from syncline.errors import StoreError, SynclineError, WaitTimeout
-from syncline.serve.replicas.link import KeeperLink
+from syncline.serve.replicas.link import KeeperLink, fitting
 from syncline.serve.replicas.messages import (
     AskTotals,
     EndServing,
@@ -63,7 +63,7 @@ class KeptProcess(abc.ABC):
                     else:
                         self.take(message, descriptors)
         except SynclineError as error:
-            self.link.send(Failed(words=str(error), is_store=isinstance(error, StoreError)))
+            self.link.send(Failed(words=fitting(str(error)), is_store=isinstance(error, StoreError)))
             self.link.close()
             return 3
         self.link.close()
@@ -103,8 +103,8 @@ class KeptProcess(abc.ABC):
             self._tasks.put((message, descriptors))
 
     def _lost(self) -> None:
-        """The keeper is gone, and the service with it. Without the keeper nothing would end this process."""
-        log.warning("the process that was started is gone; this one answers open requests, then ends")
+        """The keeper is gone, and nothing else would ever end this process."""
+        log.warning("the main process has ended; this one answers open requests and exits")
         self._end()
 
     def _end(self) -> None:
@@ -132,6 +132,6 @@ class Awaited(threading.Event):
         self.set()
 
     def wait_for(self, what: str, seconds: float) -> None:
-        """WaitTimeout names what was waited for."""
+        """WaitTimeout: `what` did not happen in time, e.g. `not all replicas have switched`."""
         if not self.wait(seconds):
-            raise WaitTimeout(f"{what} did not come within {seconds:g} s")
+            raise WaitTimeout(f"{what} within {seconds:g} s")

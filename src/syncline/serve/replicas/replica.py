@@ -13,6 +13,7 @@ from syncline.serve.answering import Answering, inputs_of, limit_threads
 from syncline.serve.datatypes import RequestError
 from syncline.serve.metrics import ServingTotals
 from syncline.serve.model import ModelFile
+from syncline.serve.replicas.link import fitting
 from syncline.serve.replicas.messages import (
     Forget,
     FromKeeper,
@@ -75,7 +76,7 @@ class ServingReplica(KeptProcess):
             case Switch(number=number, standing=standing):
                 if missing := {one.digest for one in standing.kept} - self._known.keys():
                     names = [one.name for one in standing.kept if one.digest in missing]
-                    raise StoreError(f"a replica cannot load version {', '.join(names)} that others have")
+                    raise StoreError(f"this replica cannot load version {', '.join(names)}, which others serve")
                 self._versions.follow(standing, self._known)
                 if not self._is_up:
                     self._begin()
@@ -98,7 +99,7 @@ class ServingReplica(KeptProcess):
             model = self._file.load(weights, version.where, in_place=True)
             self._answering.trial.run(version.name, version.where, model)
         except (StoreError, ConfigError, RequestError, OSError, MemoryError) as error:
-            return str(error) or type(error).__name__
+            return fitting(str(error)) or type(error).__name__
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
