@@ -91,6 +91,58 @@ print("well")
 """
 
 
+LIMITED = """
+import tempfile, threading, urllib.request
+import grpc
+import numpy as np
+import syncline.serve.application as application
+from syncline.serve import Server
+from syncline.serve.grpc_calls import SERVICE, message_class
+from syncline.serve.limits import ByteBudget
+
+asked, held = threading.Event(), threading.Event()
+
+class Held:
+    def __call__(self, x):
+        if x[0][0] == 1.0:
+            asked.set()
+            held.wait(300)
+        return x
+
+def infer(channel, number):
+    method = channel.unary_unary(
+        f"/{SERVICE}/ModelInfer", message_class("ModelInferRequest").SerializeToString,
+        message_class("ModelInferResponse").FromString)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 500]}
+    raw = np.full((1, 500), number, "f4").tobytes()
+    request = message_class("ModelInferRequest")(model_name="held", inputs=[tensor], raw_input_contents=[raw])
+    return method.future(request, timeout=300)
+
+def code(call):
+    return call.exception().code().name, call.exception().details()
+
+application.ByteBudget = lambda most_bytes: ByteBudget(3000)
+settings = {"inputs": ["x:FP32:500"], "port": 0, "grpc_port": 0, "host": "localhost", "refresh": 0.0}
+with Server(Held, runs=tempfile.mkdtemp(), **settings) as server:
+    # gRPC would resolve the name by itself, and listen at all addresses that it finds.
+    assert server.grpc_address.rpartition(":")[0] == server.url.partition("://")[2].rpartition(":")[0]
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        first = infer(channel, 1.0)
+        assert asked.wait(300)
+        assert code(infer(channel, 2.0)) == ("UNAVAILABLE", "too many large requests at once; send it again later")
+        held.set()
+        assert first.result().model_name == "held"
+        assert infer(channel, 2.0).result().model_name == "held"  # what was taken is given back
+        broken = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(b"\\xff" * 10, timeout=300)
+        assert code(broken)[0] == "INVALID_ARGUMENT" and "this is no ModelInferRequest" in code(broken)[1]
+with Server(Held, runs=tempfile.mkdtemp(), rate="0.001/s", **settings) as server:
+    assert urllib.request.urlopen(server.url + "/v2").status == 200
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        assert code(infer(channel, 2.0))[0] == "RESOURCE_EXHAUSTED"
+print("well")
+"""
+
+
 def test_vendored_files_are_those_that_their_origin_says() -> None:
     """The licence stands beside the file, and neither was edited."""
     told = dict(re.findall(r"\| `(\S+)` \| ([0-9a-f]{64}) \|", (VENDORED / "README.md").read_text()))
@@ -146,7 +198,17 @@ def test_the_six_calls(tmp_path: pathlib.Path) -> None:
         address = ""
         while not address:
             address = process.stderr.readline().partition("gRPC at ")[2].strip()
-        command = [sys.executable, "-c", CLIENT, address, "x" * 20]
-        root = pathlib.Path(__file__).resolve().parents[2]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.stdout == "well\n", done.stderr
+        goes_well(CLIENT, address, "x" * 20)
+
+
+@pytest.mark.slow
+def test_calls_have_the_limits_of_http() -> None:
+    """One budget of bytes, one rate for each address, and the address at which HTTP listens."""
+    goes_well(LIMITED)
+
+
+def goes_well(script: str, *words: str) -> None:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "well\n", done.stderr

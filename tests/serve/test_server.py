@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import importlib.util
 import json
 import logging
 import pathlib
+import select
 import shutil
 import socket
 import ssl
@@ -24,6 +28,7 @@ from syncline.core.checkpoint import tensor_file
 from syncline.errors import ConfigError, StoreError
 from syncline.serve import Server
 from syncline.serve.control import ControlRequest, ask, folder_of
+from syncline.serve.limits import ByteBudget
 
 ROWS = [[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.5]]
 
@@ -389,6 +394,79 @@ def test_rates_and_tls(served: Any, tmp_path: pathlib.Path) -> None:
     assert server.url.startswith("https://") and codes[0] == 200 and codes[-1] == 429
 
 
+@pytest.fixture(params=["uvloop", "asyncio"])
+def event_loop_of_tls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop that is used where uvloop and httptools are installed, and the one that is used elsewhere."""
+    find = importlib.util.find_spec
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    else:
+        monkeypatch.setattr(
+            "importlib.util.find_spec",
+            lambda name, *rest: None if name in ("uvloop", "httptools") else find(name, *rest),
+        )
+
+
+@pytest.mark.usefixtures("event_loop_of_tls")
+def test_handshakes_that_do_not_end_count_as_connections(served: Any, tmp_path: pathlib.Path) -> None:
+    """Else they would be bounded by nothing, and stay for a minute."""
+    cert, key = own_certificate(tmp_path)
+    server = served(cert=str(cert), key=str(key), max_connections=3, head_seconds=PATIENCE)
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    context = ssl.create_default_context(cafile=str(cert))
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address, timeout=PATIENCE)) for _ in range(6)]
+        for sock in silent[:3]:
+            assert is_closed(sock)
+        plain = stack.enter_context(socket.create_connection(address, timeout=PATIENCE))
+        sock = stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
+        sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert is_closed(silent[3])
+    other = served(name="other", cert=str(cert), key=str(key), head_seconds=0.3)
+    address = ("127.0.0.1", int(other.url.rpartition(":")[2]))
+    for said in (b"", b"GET /v2 HTTP/1.1\r\n\r\n"):  # nothing, and no handshake
+        with socket.create_connection(address, timeout=PATIENCE) as sock:
+            sock.sendall(said)
+            while not is_closed(sock):
+                pass
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(4096)
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.usefixtures("event_loop_of_tls")
+def test_a_request_may_come_with_the_end_of_the_handshake(served: Any, tmp_path: pathlib.Path) -> None:
+    """It is decrypted before the connection is passed on."""
+    cert, key = own_certificate(tmp_path)
+    server = served(cert=str(cert), key=str(key), head_seconds=PATIENCE)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=str(cert))
+    client = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as sock:
+
+        def exchange(step: Callable[[], Any]) -> Any:
+            while True:
+                try:
+                    return step()
+                except ssl.SSLWantReadError:
+                    sock.sendall(outgoing.read())
+                    content = sock.recv(1 << 16)
+                    assert content
+                    incoming.write(content)
+
+        exchange(client.do_handshake)  # its last part waits in `outgoing`
+        body = json.dumps({"input": ROWS[0]}).encode()
+        head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.write(head + body)
+        assert exchange(lambda: client.read(4096)).startswith(b"HTTP/1.1 200 ")
+
+
 def test_other_sites_may_not_ask_without_a_token(served: Any) -> None:
     server = served()
     row = json.dumps({"input": ROWS[0]}).encode()
@@ -478,6 +556,28 @@ def test_slow_and_senseless_connections_harm_no_other(served: Any) -> None:
     finally:
         for sock in sockets:
             sock.close()
+
+
+def test_bytes_of_a_body_count_as_they_come(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body in chunks does not say its length: many of them at once must not fill the memory before they count."""
+    monkeypatch.setattr("syncline.serve.application.ByteBudget", lambda most_bytes: ByteBudget(1000))
+    server = served(head_seconds=PATIENCE, body_seconds=PATIENCE)
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with (
+        socket.create_connection(address, timeout=PATIENCE) as first,
+        socket.create_connection(address, timeout=PATIENCE) as second,
+    ):
+        for sock in (first, second):
+            sock.sendall(head + b"258\r\n" + b" " * 600 + b"\r\n")
+        (refused,), _, _ = select.select([first, second], [], [], PATIENCE)
+        assert refused.recv(4096).startswith(b"HTTP/1.1 503 ")
+        other = second if refused is first else first
+        body = json.dumps({"input": ROWS[0]}).encode()
+        other.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+    with Caller(server.url) as call:  # all was given back
+        assert call.post("/predict", b" " * 900 + body)[0] == 200
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(served: Any) -> None:

@@ -107,7 +107,8 @@ class Answering:
             certificate=pathlib.Path(config.cert) if config.cert else None,
             key=pathlib.Path(config.key) if config.key else None,
             drain_seconds=config.drain_seconds,
-            beside=self._grpc(application, messages, gate, shares_port) if has_grpc else None,
+            beside=self._grpc(application, messages, gate, sock, shares_port) if has_grpc else None,
+            handshake_seconds=config.head_seconds,
         )
         self._application, self._listener = application, listener
         listener.start()
@@ -123,7 +124,9 @@ class Answering:
         assert self._listener is not None
         self._listener.call_soon(function)
 
-    def _grpc(self, application: Application, messages: Protocol, gate: Gate, shares_port: bool) -> Beside:
+    def _grpc(
+        self, application: Application, messages: Protocol, gate: Gate, sock: socket.socket, shares_port: bool
+    ) -> Beside:
         from syncline.serve.grpc_calls import GrpcCalls  # grpcio is large: only where it is used
 
         config = self._config
@@ -132,7 +135,7 @@ class Answering:
             messages,
             self._metrics,
             gate,
-            host=config.host,
+            host=sock.getsockname()[0],  # a name may have several addresses, some of them not on loopback
             port=config.grpc_port,
             shares_port=shares_port,
             cert=config.cert,

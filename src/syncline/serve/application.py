@@ -14,7 +14,7 @@ import msgspec
 import syncline.serve.protocol as protocol
 from syncline.serve.batching import BatchAnswer, Batcher
 from syncline.serve.datatypes import RequestError, TensorSpec
-from syncline.serve.limits import ByteBudget, Connections, Gate
+from syncline.serve.limits import ByteBudget, Connections, Gate, RequestBytes
 from syncline.serve.metrics import ServingMetrics, ServingTotals
 from syncline.serve.openapi import METRICS, description
 from syncline.serve.page_files import HEADERS, is_page, page_file
@@ -90,10 +90,9 @@ class Application:
         peer = scope.get("client")
         self._connections.begins(peer)
         began = time.monotonic()
-        num_bytes = 0
         version = ""
         must_close = False
-        try:
+        with self._budget.request() as held:
             try:
                 length, header_length = self._head(scope, began)
                 path, method = scope["path"], scope["method"]
@@ -101,13 +100,8 @@ class Application:
                     if method != "POST":
                         raise RequestError(405, f"{path} takes POST")
                     must_close = True  # until the body was read
-                    self._budget.take(length or 0)
-                    num_bytes = length or 0
-                    body = await self._body(receive, length)
+                    body = await self._body(receive, length, held)
                     must_close = False
-                    if length is None:
-                        self._budget.take(len(body))
-                        num_bytes = len(body)
                     reply, version = await self._infer(path, body, header_length)
                 else:
                     if method not in ("GET", "HEAD"):
@@ -131,9 +125,6 @@ class Application:
                 log.exception("a request failed by a fault of syncline; please report it")
                 reply = _Reply(500, protocol.error_body("the server failed on this request; its log says where"))
                 self._metrics.count("", 500)
-        finally:
-            if num_bytes:
-                self._budget.give(num_bytes)
         if version:
             self._metrics.count(version, 200)
             self._metrics.latency.observe(time.monotonic() - began)
@@ -178,9 +169,11 @@ class Application:
             raise RequestError(413, f"the body has {length} bytes; at most {self._most_bytes} are read (--max-body)")
         return length, header_length
 
-    async def _body(self, receive: _Receive, length: int | None) -> bytes:
+    async def _body(self, receive: _Receive, length: int | None, held: RequestBytes) -> bytes:
+        """`held` takes the bytes before they come, or as they come where the length is unknown."""
         if length == 0:
             return b""
+        held.take(length or 0)
         parts: list[bytes] = []
         size = 0
         try:
@@ -191,6 +184,8 @@ class Application:
                         raise _Gone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    if length is None:
+                        held.take(len(parts[-1]))
                     if size > self._most_bytes:
                         raise RequestError(413, f"the body has more than {self._most_bytes} bytes (--max-body)")
                     if not message.get("more_body"):
@@ -198,6 +193,10 @@ class Application:
         except TimeoutError:
             raise RequestError(408, f"the body did not come within {self._body_seconds:g} s") from None
         return b"".join(parts)
+
+    def hold_bytes(self) -> RequestBytes:
+        """For a request that comes another way than HTTP: what it takes of the same budget."""
+        return self._budget.request()
 
     async def answer(self, request: protocol.InferRequest, version: str) -> BatchAnswer:
         """Waits for a batch with this request; '' is the version that is current then."""

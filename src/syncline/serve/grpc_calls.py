@@ -7,6 +7,7 @@ import importlib.resources
 import logging
 import pathlib
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ try:
     import grpc
     import grpc.aio
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.message import DecodeError
 except ImportError as error:
     raise ConfigError(f"--grpc-port needs grpcio and protobuf: pip install 'syncline[serve]' ({error})") from error
 
@@ -131,11 +133,20 @@ class GrpcCalls:
         await self._server.stop(self._drain_seconds)
 
     def _handler(self, name: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-        async def handle(request: Any, context: Any) -> Any:
+        parse = message_class(f"{name}Request").FromString
+
+        async def handle(content: bytes, context: Any) -> Any:
             try:
                 if name not in _OPEN:
-                    self._gate.check_rate(context.peer().rpartition(":")[0], time.monotonic())
-                return await answer(request)
+                    self._gate.check_rate(_address_of(context.peer()), time.monotonic())
+                with self._application.hold_bytes() as held:
+                    held.take(len(content))
+                    try:
+                        request = parse(content)
+                    except DecodeError as error:
+                        raise RequestError(400, f"this is no {name}Request: {error}") from None
+                    del content
+                    return await answer(request)
             except RequestError as error:
                 self._metrics.count("", error.status)
                 await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
@@ -145,8 +156,7 @@ class GrpcCalls:
                 await context.abort(grpc.StatusCode.INTERNAL, "the server failed on this call; its log says where")
 
         return grpc.unary_unary_rpc_method_handler(
-            handle,
-            request_deserializer=message_class(f"{name}Request").FromString,
+            handle,  # it parses the request itself, when it is known that there is room for it
             response_serializer=message_class(f"{name}Response").SerializeToString,
         )
 
@@ -244,6 +254,12 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except RequestError:
                 return self._refuse
         return await continuation(details)
+
+
+def _address_of(peer: str) -> str:
+    """As HTTP calls it: `127.0.0.1` of `ipv4:127.0.0.1:1234`, `::1` of `ipv6:%5B::1%5D:1234`."""
+    host, _, _ = urllib.parse.unquote(peer.partition(":")[2]).rpartition(":")
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _credentials(cert: str, key: str) -> Any:

@@ -124,6 +124,29 @@ class ByteBudget:
     def give(self, num_bytes: int) -> None:
         self._taken -= num_bytes
 
+    def request(self) -> RequestBytes:
+        """The part of a request that begins, which holds no bytes yet."""
+        return RequestBytes(self)
+
+
+class RequestBytes:
+    """What one request has taken of a budget, until it is answered."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget, self._taken = budget, 0
+
+    def __enter__(self) -> RequestBytes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._budget.give(self._taken)
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> None:
+        """RequestError: there is no room for so many more."""
+        self._budget.take(num_bytes)
+        self._taken += num_bytes
+
 
 @dataclasses.dataclass(slots=True)
 class _Open:

@@ -15,6 +15,7 @@ from typing import Any
 
 from syncline.errors import ConfigError, WaitTimeout
 from syncline.serve.limits import Connections
+from syncline.serve.tls import TlsAcceptor, server_context
 
 try:
     import uvicorn
@@ -81,7 +82,9 @@ class HttpListener:
         key: pathlib.Path | None,
         drain_seconds: float,
         beside: Beside | None = None,
+        handshake_seconds: float = START_SECONDS,
     ) -> None:
+        """`handshake_seconds`: for that of TLS."""
         if (certificate is None) != (key is None):
             raise ConfigError("--cert and --key go together; give both")
         has_fast_parser = importlib.util.find_spec("httptools") is not None
@@ -99,13 +102,16 @@ class HttpListener:
             proxy_headers=False,
             timeout_keep_alive=3600,  # `Connections` closes idle ones
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
-            ssl_certfile=str(certificate) if certificate is not None else None,
-            ssl_keyfile=str(key) if key is not None else None,
         )
-        try:
-            config.load()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--cert {certificate} --key {key}: cannot be used: {error}") from None
+        config.load()
+        self._sockets = [sock]  # of uvicorn
+        if certificate is not None and key is not None:
+            try:
+                context = server_context(certificate, key)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--cert {certificate} --key {key}: cannot be used: {error}") from None
+            acceptor = TlsAcceptor(sock, context, connections, handshake_seconds=handshake_seconds)
+            self._sockets, beside = [], self._over_tls(acceptor, beside)
         self._server = _Server(config, connections, beside)
         self._sock = sock
         self._thread = threading.Thread(target=self._run, name="syncline serve http", daemon=True)
@@ -135,10 +141,22 @@ class HttpListener:
         with contextlib.suppress(RuntimeError):  # it was closed
             self._server.loop.call_soon_threadsafe(function)
 
+    def _over_tls(self, acceptor: TlsAcceptor, beside: Beside | None) -> Beside:
+        async def start() -> Callable[[], Awaitable[None]]:
+            ends = [await beside()] if beside is not None else []
+            ends.append(await acceptor.start(self._server.make_protocol))
+
+            async def end() -> None:
+                await asyncio.gather(*(end() for end in ends))
+
+            return end
+
+        return start
+
     def _run(self) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         try:
-            self._server.run(sockets=[self._sock])
+            self._server.run(sockets=self._sockets)
         except BaseException as error:  # told to the thread that waits
             self._trouble = error
         finally:
@@ -172,6 +190,14 @@ class _Server(uvicorn.Server):
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """For a connection that was accepted beside uvicorn's own sockets."""
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     async def _sweep(self) -> None:
         while True:

@@ -233,8 +233,9 @@ class _InReplicas:
         config = self._config
         self._folder = folder
         if config.grpc_port >= 0:
-            port = stack.enter_context(reserved(config.host, config.grpc_port))
-            self.grpc_address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
+            host = sock.getsockname()[0]
+            port = stack.enter_context(reserved(host, config.grpc_port))
+            self.grpc_address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             config = msgspec.structs.replace(config, grpc_port=port)
         template = SetUp(
             config=config,
