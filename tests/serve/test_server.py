@@ -656,6 +656,47 @@ def test_a_numpy_model_with_two_inputs(served: Any, tmp_path: pathlib.Path) -> N
         assert call.post("/predict", {"inputs": {"b": [1, 2], "a": ROWS}})[1]["outputs"] == answer["outputs"]
 
 
+class Compiled:
+    """As a model of a framework that compiles calls, once for each size of a batch."""
+
+    made: list[set[int]]
+
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()  # of all versions that come from this one
+        self.factor = 0.0
+        type(self).made.append(self.sizes)
+
+    def another_version(self) -> Compiled:
+        return copy.copy(self)
+
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        self.factor = float(weights["factor"][0])
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        self.sizes.add(len(x))
+        return x * self.factor
+
+
+def test_versions_share_what_is_compiled(served: Any, tmp_path: pathlib.Path) -> None:
+    """A job that is followed gives a version every two seconds: none must compile each size of a batch again. The
+    smallest and the largest are compiled before the first request.
+    """
+    Compiled.made = []
+    saves = tmp_path / "saves"
+    for number in (1, 2):
+        save(saves, number, {"factor": np.full(1, number, np.float32)})
+        if number == 1:
+            server = served(Compiled, saves, inputs=("x:FP32:2",), max_batch=8)
+    assert Compiled.made == [{1, 8}]
+    assert server.control(ControlRequest("load"))["current"] == "2"
+    assert Compiled.made == [{1, 8}]
+    with Caller(server.url) as call:
+        for version in (1, 2):
+            path = f"/v2/models/compiled/versions/{version}/infer"
+            status, answer = call.post(path, infer_body([[1.0, 3.0]], name="x"))
+            assert status == 200 and answer["outputs"][0]["data"] == [1.0 * version, 3.0 * version]
+
+
 def test_hooks_of_the_file(served: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "hooked.py").write_text(
         MODEL

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from syncline.errors import StoreError
 from syncline.jax.packages import jax
 from syncline.jax.trees import Tree
+from syncline.store.weights import check_shapes
 
 
 class JaxModel:
     """What the function in a file for `syncline serve` returns: `return syncline.jax.JaxModel(apply, params)`.
 
-    Calls are compiled. Batches are padded to powers of two, so few sizes are.
+    Calls are compiled, once for all versions. Batches are padded to powers of two, so few sizes are.
     """
 
     def __init__(self, apply: Callable[..., Any], params: Any) -> None:
@@ -24,16 +25,20 @@ class JaxModel:
         """
         self._apply, self._params = jax.jit(apply), params
 
+    def another_version(self) -> JaxModel:
+        """One that loads other weights, and whose calls are compiled already."""
+        return copy.copy(self)
+
     def load(self, weights: Mapping[str, Any]) -> None:
         """Takes saved parameters. StoreError: they are those of another tree."""
         tree = Tree(self._params)
         leaves = dict(zip(tree.names, tree.leaves(self._params, "parameters"), strict=True))
-        if missing := leaves.keys() - weights.keys() or weights.keys() - leaves.keys():
-            side = "tree of parameters" if min(missing) not in leaves else "checkpoint"
-            raise StoreError(f"the {side} has no {min(missing)!r}; serve the model that was trained")
-        for name, leaf in leaves.items():
-            if leaf.shape != weights[name].shape:
-                raise StoreError(f"{name!r} has shape {list(weights[name].shape)}, the model's {list(leaf.shape)}")
+        check_shapes(
+            {name: array.shape for name, array in weights.items()},
+            {name: leaf.shape for name, leaf in leaves.items()},
+            needed=leaves.keys(),
+            model="tree of parameters",
+        )
         # A copy: JAX may go on using the array that it is given.
         given = [jax.numpy.asarray(np.array(weights[name]), leaf.dtype) for name, leaf in leaves.items()]
         self._params = tree.build(given, self._params)

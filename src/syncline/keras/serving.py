@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from syncline.errors import StoreError
 from syncline.keras.callback import buffers_of
 from syncline.keras.steps import names_of
+from syncline.store.weights import check_shapes
 
 
 class KerasModel:
@@ -27,13 +27,12 @@ class KerasModel:
         own = dict(zip(names_of(trained), trained, strict=True)) | dict(zip(names_of(buffers), buffers, strict=True))
         given = dict(zip(unnumbered(weights), weights.values(), strict=True))
         wanted = dict(zip(unnumbered(own), own.values(), strict=True))
-        needed = set(list(wanted)[: len(trained)])
-        if missing := needed - given.keys() or given.keys() - wanted.keys():
-            side = "model" if min(missing) not in wanted else "checkpoint"
-            raise StoreError(f"the {side} has no {min(missing)!r}; serve the model that was trained")
-        for name, array in given.items():
-            if tuple(wanted[name].shape) != array.shape:
-                raise StoreError(f"{name!r} has shape {list(array.shape)}, the model's {list(wanted[name].shape)}")
+        check_shapes(
+            {name: array.shape for name, array in given.items()},
+            {name: tuple(variable.shape) for name, variable in wanted.items()},
+            needed=set(list(wanted)[: len(trained)]),
+            model="model",
+        )
         for name, array in given.items():
             wanted[name].assign(np.array(array))  # a backend may go on using the array that it is given
 

@@ -32,7 +32,8 @@ class LoadedModel(Protocol):
 
 class ModelFile:
     """`model.py:Net`: a class or function without arguments that returns a torch module, or an object with
-    `load(weights)` and a call on NumPy arrays. Beside it the file may define `preprocess(inputs)`,
+    `load(weights)` and a call on NumPy arrays. If it has `another_version()`, the next version comes from there, with
+    what this one has compiled. Beside it the file may define `preprocess(inputs)`,
     `predict(model, inputs)`, `postprocess(outputs)`, `example` (inputs that the model takes), `labels` (names of
     classes, for people) and `validate(predict)` (metrics of a version).
     """
@@ -126,13 +127,21 @@ class ModelFile:
 
     def load(self, weights: SavedWeights | None, where: str, *, in_place: bool = False) -> LoadedModel:
         """A new model with these weights; None: as it is made. `in_place`: it uses them where they are."""
-        model = self.make()
+        if weights is not None and self.compiles:
+            model = self._made = self._made.another_version()
+        else:
+            model = self.make()
         if "torch" in sys.modules:
             from syncline.serve.torch_model import TorchModel, is_module
 
             if is_module(model):
                 return TorchModel(model, weights, where, self._hooks, in_place=in_place)
         return _ArrayModel(model, weights, where, self._hooks)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model that was made last compiles calls, which later versions of it can use."""
+        return callable(getattr(self._made, "another_version", None))
 
     def own_weights(self) -> SavedWeights | None:
         """The weights of a new torch module as it is made; None of another model."""

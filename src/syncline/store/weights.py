@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import numpy as np
@@ -43,6 +43,20 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         return tensor_file.num_bytes_of(self.dtype, self.shape, repr(self.name))
+
+
+def check_shapes(
+    given: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, needed: Set[str], model: str
+) -> None:
+    """StoreError: saved weights of these shapes do not fit a model that wants the others. It can do without those
+    that are not needed. `model`: what the message calls it.
+    """
+    if missing := needed - given.keys() or given.keys() - wanted.keys():
+        side = model if min(missing) not in wanted else "checkpoint"
+        raise StoreError(f"the {side} has no {min(missing)!r}; serve the model that was trained")
+    for name, shape in given.items():
+        if list(wanted[name]) != list(shape):
+            raise StoreError(f"{name!r} has shape {list(shape)}, the model's {list(wanted[name])}")
 
 
 @dataclasses.dataclass(frozen=True)
