@@ -26,6 +26,8 @@ _READ_EARLY = (
     *("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "TORCH_", "CUDA_", "LC_", "LANG", "MALLOC_"),
     *("KERAS_", "TF_", "JAX_", "XLA_"),
 )
+#: A replica that answers requests tells torch itself how many threads it has, which is all that a forked one can do.
+_TOLD_LATER = "syncline.serve.replicas."
 #: The server's own command line, which a forked command writes its own over.
 _TITLE_BYTES = 4096
 
@@ -114,7 +116,8 @@ class Popen(_Plain):  # type: ignore[type-arg]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[9:15]
         environment = dict(os.environ if env is None else env)
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(word) for word in args]
-        if shell or preexec_fn or executable or not _can_fork(words) or not SERVER.serves(environment):
+        early = _without_threads(environment) if _TOLD_LATER in "".join(words[1:3]) else environment
+        if shell or preexec_fn or executable or not _can_fork(words) or not SERVER.serves(early):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         first = [p2cread, c2pwrite, errwrite]
@@ -123,6 +126,12 @@ class Popen(_Plain):  # type: ignore[type-arg]
         self.pid = SERVER.fork(request, descriptors)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _without_threads(environment: dict[str, str]) -> dict[str, str]:
+    """With the numbers of threads that this process has."""
+    kept = {name: value for name, value in environment.items() if not name.endswith("_THREADS")}
+    return kept | {name: value for name, value in os.environ.items() if name.endswith("_THREADS")}
 
 
 def _can_fork(words: Sequence[str]) -> bool:

@@ -30,6 +30,7 @@ from syncline.serve.replicas.link import socket_pair
 
 pytestmark = pytest.mark.slow
 ROW = [1.0, 1.0, 1.0, 1.0]
+NEW_INTERPRETER = subprocess.Popen
 
 
 @pytest.fixture
@@ -284,6 +285,36 @@ def test_replicas_share_the_memory_of_the_weights(served: Any, tmp_path: pathlib
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda pid=pid: is_back(server, "replica", pid, 1))  # type: ignore[misc]
     assert answers[0] == answers[1]  # weights of chance, made once
+
+
+NUMPY = """
+import numpy as np
+
+class Net:
+    def __call__(self, x):
+        return x @ np.ones((4, 3), "f4")
+
+example = np.zeros((1, 4), "f4")
+"""
+
+
+def test_libraries_of_a_replica_have_its_part_of_the_threads(
+    served: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read it when they are loaded: OpenBLAS below NumPy would take all cores in each replica."""
+    monkeypatch.setattr(subprocess, "Popen", NEW_INTERPRETER)
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    (tmp_path / "numbers.py").write_text(NUMPY)
+    server = served(None, f"{tmp_path / 'numbers.py'}:Net", threads=3)
+    with Caller(server.url) as call:
+        assert call.post("/predict", {"input": ROW})[1]["output"] == [4.0] * 3
+    for number, threads in ((0, "2"), (1, "1")):
+        pid = process(server, "replica", number)["pid"]
+        words = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
+        assert {found[name] for name in names} == {threads} and found["TF_NUM_INTEROP_THREADS"] == "7"
 
 
 def test_both_protocols_and_their_ports(served: Any) -> None:

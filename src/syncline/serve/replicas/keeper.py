@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from syncline.config import environment_names, inherited_environment
 from syncline.errors import ConfigError, StoreError, SynclineError, WaitTimeout
 from syncline.serve.metrics import ServingTotals, added_up
 from syncline.serve.replicas.link import TO_KEEPER, MessageSocket, socket_pair
@@ -62,6 +63,12 @@ _START_SECONDS = 600.0
 _LOADER_FACTOR = 6.0  # a loader may be silent for longer: it runs the operator's `validate`
 _MOST_DEATHS = 2  # of loaders at one version
 _MOST_REFUSED = 64
+
+#: What libraries read when they are loaded: OpenMP, OpenBLAS and MKL below NumPy; TensorFlow; XLA below JAX.
+_THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "PJRT_NPROC", "NPROC"),
+)
 
 _Key = tuple[str, int]
 LOADER, REPLICA = "loader", "replica"
@@ -225,6 +232,7 @@ class Keeper:
                 process = subprocess.Popen(
                     [sys.executable, "-m", f"syncline.serve.replicas.{role}", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
+                    env=inherited_environment(thread_variables(self._threads[number])),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the keeper, which lets requests end
                 )
@@ -525,7 +533,14 @@ class Keeper:
         for digest in list(self._held):
             self._forget(digest)
         self._control.close()
-        self._selector.close()
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """The environment of a process whose libraries compute with so many threads. What the user has set stays, but for
+    OMP_NUM_THREADS: the replicas share that number.
+    """
+    said = environment_names(_THREAD_VARIABLES) - {"OMP_NUM_THREADS"}
+    return {name: str(threads) for name in _THREAD_VARIABLES if name not in said}
 
 
 def _named(key: _Key) -> str:
