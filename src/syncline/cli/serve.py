@@ -66,6 +66,14 @@ def serve(
     replicas: Annotated[
         int, typer.Option(help="Processes that answer behind the port. They share the memory of the weights.")
     ] = 1,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="Of torch models: cpu, cuda, cuda:N or auto (a GPU if there is one). Replicas take GPUs in turn. "
+            "[default: where the module is made]",
+        ),
+    ] = "",
     threads: Annotated[
         int, typer.Option(help="Threads for the model's kernels, of all replicas together; 0: one per core.")
     ] = 0,
@@ -107,6 +115,7 @@ def serve(
         "refresh": 0.0 if refresh == "never" else duration("--refresh", refresh, "2s, 1m, never"),
         "guard": guard,
         "replicas": replicas,
+        "device": device,
         "threads": threads,
         "token_file": token_file,
         "cert": cert,

@@ -39,7 +39,7 @@ class TracedModel:
             )
         load_weights(module, weights, where)
         self._where = file.where
-        self._module: nn.Module = module.eval().requires_grad_(False)
+        self._module: nn.Module = module.cpu().eval().requires_grad_(False)  # a file may make it on a GPU
         specs = file.inputs(module, said)
         example = file.example(specs)
         if example is None:
@@ -108,8 +108,8 @@ class TracedModel:
         with torch.inference_mode():
             found = module(*self._inputs.values())
         if isinstance(found, Mapping):
-            return {name: value.numpy() for name, value in found.items()}
-        return [value.numpy() for value in found] if isinstance(found, tuple | list) else found.numpy()
+            return {name: value.cpu().numpy() for name, value in found.items()}
+        return [value.cpu().numpy() for value in found] if isinstance(found, tuple | list) else found.cpu().numpy()
 
     def _run_onnx(self, path: pathlib.Path) -> Any:
         import onnxruntime

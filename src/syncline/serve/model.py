@@ -16,6 +16,7 @@ import numpy as np
 from syncline.errors import ConfigError, StoreError
 from syncline.extensions import see_beside
 from syncline.serve.datatypes import DATATYPES, Array, RequestError, TensorSpec, datatype_of, spec_of
+from syncline.serve.devices import device_of
 from syncline.store.weights import Weight
 
 #: The weights of a version: the parameter, and its bytes.
@@ -77,6 +78,19 @@ class ModelFile:
         self.labels = tuple(labels)  #: what the classes are called, for people
         self.validate = getattr(module, "validate", None)
         self._made: Any = None
+        self._device = self._said_device = ""
+
+    def place_on(self, wanted: str, number: int) -> None:
+        """From now on modules are loaded to this device: as `--device`, for process `number` of several. ConfigError:
+        there is no such GPU.
+        """
+        num_gpus = 0
+        if wanted not in ("", "cpu") and "torch" in sys.modules:
+            from syncline.serve.torch_model import num_gpus_of_torch
+
+            num_gpus = num_gpus_of_torch()
+        self._device = device_of(wanted, number, num_gpus)
+        self._said_device = wanted if wanted != "auto" else ""
 
     def make(self) -> Any:
         """A new model; each version has one of its own."""
@@ -135,7 +149,12 @@ class ModelFile:
             from syncline.serve.torch_model import TorchModel, is_module
 
             if is_module(model):
-                return TorchModel(model, weights, where, self._hooks, in_place=in_place)
+                return TorchModel(model, weights, where, self._hooks, in_place=in_place, device=self._device)
+        if self._said_device:
+            raise ConfigError(
+                f"--device {self._said_device}: {type(model).__name__} is no torch module; other frameworks choose "
+                "the device by their own settings"
+            )
         return _ArrayModel(model, weights, where, self._hooks)
 
     @property

@@ -162,6 +162,7 @@ class _InThisProcess:
         config = self._config
         self._url = url
         limit_threads(config.threads)
+        self._file.place_on(config.device, 0)
         inputs = inputs_of(self._file, config)
         answering = Answering(
             config, self._file, inputs, self._versions, name=self.name, token=token, guard=config.guard

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from syncline.errors import ConfigError
+from syncline.serve.devices import check_device
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: str = ""
     refresh: float = 2.0  #: seconds between two looks for a new version; 0.0: none
     guard: str = ""  #: a condition on what the file's `validate` returns, e.g. `accuracy>=0.85`
+    device: str = ""  #: of torch models: `cpu`, `cuda`, `cuda:N` or `auto`; default: where the module is made
     threads: int = 0  #: for the model's kernels, of all replicas together; default: one per core
     replicas: int = 1  #: processes that answer behind the port; 1: the server's own process
     silence_seconds: float = 10.0  #: after which a replica that says nothing is killed, and starts again
@@ -81,4 +83,5 @@ def resolved(config: ServeConfig, settings: dict[str, Any]) -> ServeConfig:
         value = getattr(config, name)
         if not least <= value <= _MOST.get(name, 1 << 40):
             raise ConfigError(f"{name} = {value}: must be from {least:g} to {_MOST.get(name, 1 << 40)}")
+    check_device(config.device)
     return config

@@ -19,6 +19,11 @@ def is_module(model: object) -> bool:
     return isinstance(model, nn.Module)
 
 
+def num_gpus_of_torch() -> int:
+    """GPUs that torch can use in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 class TorchModel:
     """Calls the module on batches, under `inference_mode`, in eval mode."""
 
@@ -30,14 +35,19 @@ class TorchModel:
         hooks: Mapping[str, Callable[..., Any]],
         *,
         in_place: bool = False,
+        device: str = "",
     ) -> None:
-        """`in_place`: the module uses the weights where they are, as far as its datatypes and device are theirs."""
+        """`in_place`: the module uses the weights where they are, as far as its datatypes and device are theirs.
+        `device`: where the module computes; '': where it is.
+        """
         if weights is not None:
             load_weights(module, weights, where, in_place=in_place)
+        if device:
+            module = module.to(device)
         self._module = module.eval().requires_grad_(False)
         self._hooks = hooks
         first = next(iter(module.parameters()), None)
-        self._device = first.device if first is not None else torch.device("cpu")
+        self._device = first.device if first is not None else torch.device(device or "cpu")
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         pre, predict, post = (self._hooks.get(name) for name in ("preprocess", "predict", "postprocess"))

@@ -64,6 +64,7 @@ class VersionLoader(KeptProcess):
         self._name, self._url = message.name, message.url
         self._file = ModelFile(message.model)
         limit_threads(message.threads)
+        self._file.place_on(config.device, message.number)
         inputs = inputs_of(self._file, config)
         self._trial = VersionTrial(self._file, inputs, list, guard=config.guard)  # replicas have recent requests
         source = source_of(message.weights, config.pick, message.follow, message.name, copies=False)

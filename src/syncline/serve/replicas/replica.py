@@ -55,6 +55,7 @@ class ServingReplica(KeptProcess):
         self._listener = socket.socket(fileno=descriptor)
         self._file = ModelFile(message.model)
         limit_threads(message.threads)
+        self._file.place_on(message.config.device, message.number)
         self._answering = Answering(
             message.config,
             self._file,
