@@ -147,7 +147,7 @@ class HttpListener:
             ends.append(await acceptor.start(self._server.make_protocol))
 
             async def end() -> None:
-                await asyncio.gather(*(end() for end in ends))
+                await asyncio.gather(*(one() for one in ends))
 
             return end
 

@@ -70,7 +70,7 @@ class TlsAcceptor:
                 self._begin(self._shake_hands(accepted, make))
 
     async def _shake_hands(self, accepted: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
-        peer = None
+        peer: object = None
         try:
             peer = tuple(accepted.getpeername()[:2])
             self._connections.made(peer, cast(asyncio.Transport, _Unencrypted(accepted)))
