@@ -87,8 +87,8 @@ class ModelFile:
         num_gpus = 0
         if wanted.startswith("cuda") and "torch" not in sys.modules:
             raise ConfigError(
-                f"--device {wanted}: {self.where} does not use torch; other frameworks choose the device by their own "
-                "settings"
+                f"--device {wanted}: {self.where} does not use torch; other frameworks choose the device by "
+                "their own settings"
             )
         if wanted not in ("", "cpu") and "torch" in sys.modules:
             from syncline.serve.torch_model import num_gpus_of_torch
