@@ -88,8 +88,11 @@ class Answering:
         token: str,
         guard: str,
         all_totals: AllTotals | None = None,
+        on_hang: Callable[[], None] = lambda: None,
     ) -> None:
-        """`guard`: what a new version must pass in this process. `all_totals`: of several replicas."""
+        """`guard`: what a new version must pass in this process. `all_totals`: of several replicas. `on_hang` is
+        called in the event loop when the model does not return from a call.
+        """
         self._config, self._file, self._inputs, self._name = config, file, inputs, name
         self._versions, self._token, self._all_totals = versions, token, all_totals
         self._metrics = ServingMetrics()
@@ -99,6 +102,8 @@ class Answering:
             self._metrics,
             most_queued=config.max_queue,
             knows_shapes=all(spec.shape is not None for spec in inputs),
+            call_seconds=config.call_seconds,
+            on_hang=on_hang,
         )
         self._connections = Connections(config.max_connections, config.head_seconds, config.idle_seconds)
         self._application: Application | None = None
@@ -147,11 +152,17 @@ class Answering:
             drain_seconds=config.drain_seconds,
             beside=self._grpc(application, messages, gate, sock, shares_port) if has_grpc else None,
             handshake_seconds=config.head_seconds,
+            sweep=self._batcher.sweep,
         )
         self._application, self._listener = application, listener
         listener.start()
         stack.callback(listener.drain)
         stack.callback(application.drain)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the model has not returned from a call for too long. Any thread may ask."""
+        return self._batcher.hangs
 
     def totals(self) -> ServingTotals:
         """What this process has counted. Any thread may ask."""

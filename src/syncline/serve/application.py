@@ -102,7 +102,7 @@ class Application:
                     must_close = True  # until the body was read
                     body = await self._body(receive, length, held)
                     must_close = False
-                    reply, version = await self._infer(path, body, header_length)
+                    reply, version = await self._infer(path, body, header_length, peer)
                 else:
                     if method not in ("GET", "HEAD"):
                         raise RequestError(405 if self._knows(path) else 404, f"{path} does not take {method}")
@@ -203,14 +203,26 @@ class Application:
         loop = asyncio.get_running_loop()
         return await self._batcher.submit(request.inputs, request.num_rows, version, loop)
 
-    async def _infer(self, path: str, body: bytes, header_length: bytes | None) -> tuple[_Reply, str]:
+    async def _answer_http(self, request: protocol.InferRequest, version: str, peer: object) -> BatchAnswer:
+        """The same; _Gone if the connection ends before. Then the batch does without this request."""
+        future = self._batcher.submit(request.inputs, request.num_rows, version, asyncio.get_running_loop())
+        self._connections.waits(peer, future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the server ends
+            raise _Gone from None
+
+    async def _infer(self, path: str, body: bytes, header_length: bytes | None, peer: object) -> tuple[_Reply, str]:
         if path == "/predict":
             plain, named = self._protocol.decode_plain(body)
-            answer = await self.answer(plain, named)
+            answer = await self._answer_http(plain, named, peer)
             return _Reply(200, self._protocol.encode_plain(plain, answer.outputs, answer.version)), answer.version
         named = "" if path == self._infer_path else self._version_in(path)
         request = self._protocol.decode(body, header_length)
-        answer = await self.answer(request, named)
+        answer = await self._answer_http(request, named, peer)
         content, json_bytes = self._protocol.encode(request, answer.outputs, answer.version)
         if json_bytes is None:
             return _Reply(200, content), answer.version
@@ -276,7 +288,7 @@ class Application:
 
     @property
     def is_ready(self) -> bool:
-        return not self._is_ending and self._versions.current is not None
+        return not self._is_ending and self._versions.current is not None and not self._batcher.hangs
 
     def server_metadata(self) -> dict[str, Any]:
         """The protocol's description of the server."""
@@ -330,4 +342,4 @@ class Application:
 
 
 class _Gone(Exception):
-    """The client went away while it sent."""
+    """The client went away."""

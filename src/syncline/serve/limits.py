@@ -12,6 +12,7 @@ import re
 import secrets
 import stat
 import time
+from typing import Any
 
 from syncline.errors import ConfigError
 from syncline.serve.datatypes import RequestError
@@ -154,6 +155,7 @@ class _Open:
     waits_since: float  # for the head of a request; 0.0: it is there
     num_bytes: int = 0
     is_proven: bool = False
+    waiting: asyncio.Future[Any] | None = None  # for the answer of its request
 
 
 class Connections:
@@ -191,18 +193,29 @@ class Connections:
         if one is not None:
             one.waits_since, one.num_bytes = 0.0, 0
 
+    def waits(self, peer: object, future: asyncio.Future[Any]) -> None:
+        """The request waits for this future, which is cancelled if the connection ends before."""
+        one = self._open.get(peer)
+        if one is not None:
+            one.waiting = future
+        else:
+            future.cancel()  # it has ended while its request was read
+
     def ends(self, peer: object, *, is_proven: bool) -> None:
         """A request was answered."""
         one = self._open.get(peer)
         if one is not None:
+            one.waiting = None
             one.waits_since, one.num_bytes = time.monotonic(), 0
             if is_proven and not one.is_proven:
                 one.is_proven = True
                 self._unproven.pop(peer, None)
 
     def lost(self, peer: object) -> None:
-        self._open.pop(peer, None)
+        one = self._open.pop(peer, None)
         self._unproven.pop(peer, None)
+        if one is not None and one.waiting is not None:
+            one.waiting.cancel()
 
     def sweep(self, now: float) -> None:
         """Closes connections that have waited too long. A proven one may be idle for longer."""
@@ -217,7 +230,7 @@ class Connections:
             self._close(peer)
 
     def _close(self, peer: object) -> None:
-        one = self._open.pop(peer)
-        self._unproven.pop(peer, None)
+        transport = self._open[peer].transport
+        self.lost(peer)
         self.num_evicted += 1
-        one.transport.abort()
+        transport.abort()

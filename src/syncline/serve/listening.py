@@ -83,8 +83,9 @@ class HttpListener:
         drain_seconds: float,
         beside: Beside | None = None,
         handshake_seconds: float = START_SECONDS,
+        sweep: Callable[[], None] = lambda: None,
     ) -> None:
-        """`handshake_seconds`: for that of TLS."""
+        """`handshake_seconds`: for that of TLS. `sweep` is called again and again in the event loop."""
         if (certificate is None) != (key is None):
             raise ConfigError("--cert and --key go together; give both")
         has_fast_parser = importlib.util.find_spec("httptools") is not None
@@ -112,7 +113,7 @@ class HttpListener:
                 raise ConfigError(f"--cert {certificate} --key {key}: cannot be used: {error}") from None
             acceptor = TlsAcceptor(sock, context, connections, handshake_seconds=handshake_seconds)
             self._sockets, beside = [], self._over_tls(acceptor, beside)
-        self._server = _Server(config, connections, beside)
+        self._server = _Server(config, connections, beside, sweep)
         self._sock = sock
         self._thread = threading.Thread(target=self._run, name="syncline serve http", daemon=True)
         self._trouble: BaseException | None = None
@@ -166,11 +167,13 @@ class HttpListener:
 class _Server(uvicorn.Server):
     """uvicorn with a sweep of idle connections, and what runs beside it in the same loop."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections, beside: Beside | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, beside: Beside | None, sweep: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self.is_up = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._watched, self._beside = connections, beside
+        self._watched, self._beside, self._also_sweep = connections, beside, sweep
         self._sweeper: asyncio.Task[None] | None = None
         self._end_beside: Callable[[], Awaitable[None]] | None = None
 
@@ -183,9 +186,10 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ends = [super().shutdown(sockets)]
         if self._end_beside is not None:
-            await self._end_beside()
-        await super().shutdown(sockets)
+            ends.append(self._end_beside())  # at once: both drain within the same seconds
+        await asyncio.gather(*ends)
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -203,6 +207,7 @@ class _Server(uvicorn.Server):
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._watched.sweep(time.monotonic())
+            self._also_sweep()
 
 
 def _watched(connections: Connections, *, fast: bool) -> type[asyncio.Protocol]:
