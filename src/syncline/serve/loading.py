@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,10 @@ _END_SECONDS = 0.3
 
 #: Digests of versions that were refused, which are remembered.
 _MOST_REFUSED = 256
+#: A version that fails for another reason than its own (a lack of memory) is tried so often.
+_MOST_FAILURES = 2
+
+T = TypeVar("T")
 
 
 class VersionLoading:
@@ -40,6 +44,7 @@ class VersionLoading:
         """`source`: None serves the model as it is made. `bring` raises StoreError for one that must not answer."""
         self._source, self._versions, self._bring = source, versions, bring
         self._refused = dict.fromkeys(refused)
+        self._failures: dict[str, int] = {}  # of digests that are not refused yet
         self._num_loaded = 0
         self._lock = threading.Lock()
 
@@ -68,8 +73,11 @@ class VersionLoading:
 
     def _look(self) -> list[str]:
         assert self._source is not None
-        reasons = []
+        reasons: list[str] = []
         for candidate in self._source.look():
+            current = self._versions.current
+            if candidate.is_stand_in and current is not None:
+                break
             if candidate.digest in self._refused:
                 continue
             if not self._versions.is_wanted(candidate.digest):
@@ -77,15 +85,31 @@ class VersionLoading:
             try:
                 self._bring(candidate)
                 break
-            except (StoreError, RequestError) as error:
+            except Exception as error:
+                is_refused = isinstance(error, StoreError | RequestError)
+                if not is_refused and current is None:
+                    raise
+                words = str(error) if is_refused else f"{type(error).__name__}: {error}"
+                is_refused = is_refused or self._has_failed_enough(candidate.digest)
+                what = "is refused" if is_refused else "cannot be loaded, and is tried once more"
+                reasons.append(f"version {candidate.name} {what}: {words}")
+                log.warning("%s%s", reasons[-1], f"; version {current.name} goes on" if current is not None else "")
+                if not is_refused:
+                    break
                 self._refused[candidate.digest] = None
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
-                reasons.append(f"version {candidate.name} is refused: {error}")
-                current = self._versions.current
-                goes_on = f"; version {current.name} goes on" if current is not None else ""
-                log.warning("%s%s", reasons[-1], goes_on)
         return reasons
+
+    def _has_failed_enough(self, digest: str) -> bool:
+        """Counts a failure. Reading a whole version again and again would cost more than it brings."""
+        failures = self._failures.pop(digest, 0) + 1
+        if failures >= _MOST_FAILURES:
+            return True
+        self._failures[digest] = failures
+        if len(self._failures) > _MOST_REFUSED:
+            del self._failures[next(iter(self._failures))]
+        return False
 
 
 class VersionTrial:
@@ -149,6 +173,31 @@ class VersionTrial:
         if not _holds(self._guard, metrics):
             raise StoreError(f"{where} does not pass --guard {self._said!r}: it has {told or 'no metrics'}")
         log.info("version %s passes --guard %s: %s", name, self._said, told)
+
+
+def in_time(function: Callable[[], T], seconds: float, what: str) -> T:
+    """What it returns or raises; StoreError if it needs longer. Then its thread is left alone. 0.0: any time."""
+    if not seconds:
+        return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # of the operator's code; raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="syncline serve trial", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if results:
+        return results[0]
+    if not errors:
+        raise StoreError(f"{what} did not end within {seconds:g} s (--trial-timeout)")
+    if isinstance(errors[0], Exception):
+        raise errors[0]
+    raise StoreError(f"{what} ended with {type(errors[0]).__name__}") from errors[0]
 
 
 def keep_looking(source: VersionSource | None, look: Callable[[], object], seconds: float) -> Callable[[], None]:

@@ -33,6 +33,7 @@ class Candidate:
     where: str
     step: int
     read: Callable[[], SavedWeights] = dataclasses.field(compare=False)
+    is_stand_in: bool = False  #: for a preferred one that must not answer; only while no version answers
 
     @property
     def is_as_made(self) -> bool:
@@ -77,21 +78,28 @@ def open_source(path: str | os.PathLike[str], pick: str = "best") -> VersionSour
 class CheckpointSource:
     """A folder of checkpoints, `best` first or the newest; or the folder of one, or a pointer."""
 
-    trouble = ""
-
     def __init__(self, folder: Folder, pick: str) -> None:
         self._folder, self._pick = folder, pick
+        self.trouble = ""  #: why `best` cannot be read
 
     def look(self) -> Iterator[Candidate]:
         reasons: list[str] = []
         num_found = 0
-        folders = [self._folder]
-        if self._pick == "best" and self._folder.name not in POINTERS and pointed(self._folder, "best") is not None:
-            folders.insert(0, self._folder.join("best"))
-        for folder in folders:
-            for candidate in self._of(folder, reasons):
-                num_found += 1
-                yield candidate
+        is_stand_in, self.trouble = False, ""
+        if self._pick == "best" and self._folder.name not in POINTERS and self._folder.exists("best"):
+            best = self._folder.join("best")
+            if pointed(self._folder, "best") is None:
+                reasons.append(f"{best.url} names no checkpoint")
+            else:
+                for candidate in self._of(best, reasons):
+                    num_found += 1
+                    yield candidate
+            is_stand_in = True
+            if not num_found:
+                self.trouble = next(iter(reasons), f"{best.url} cannot be read")
+        for candidate in self._of(self._folder, reasons):
+            num_found += 1
+            yield dataclasses.replace(candidate, is_stand_in=is_stand_in)
         if not num_found:
             raise StoreError(
                 f"{self._folder.url} holds no checkpoint that can be served"

@@ -24,6 +24,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_delay: float = 0.005  #: seconds that a request may wait for others while the server is busy
     max_queue: int = 1024  #: requests that may wait
     call_seconds: float = 120.0  #: for one call of the model; then requests get errors; 0.0: any
+    trial_seconds: float = 600.0  #: for the trial of a new version; then it is refused; 0.0: any
     max_body: int = 64 << 20  #: bytes of one request
     max_connections: int = 1024
     head_seconds: float = 5.0  #: for the head of a request to arrive
@@ -50,6 +51,7 @@ LEAST: dict[str, float] = {
     "max_delay": 0.0,
     "max_queue": 1,
     "call_seconds": 0.0,
+    "trial_seconds": 0.0,
     "max_body": 1024,
     "max_connections": 1,
     "head_seconds": 0.01,

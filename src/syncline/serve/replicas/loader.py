@@ -16,7 +16,7 @@ from syncline.errors import ConfigError, StoreError
 from syncline.serve.answering import inputs_of, limit_threads
 from syncline.serve.control import Control, ControlRequest
 from syncline.serve.following import source_of
-from syncline.serve.loading import VersionLoading, VersionTrial, keep_looking
+from syncline.serve.loading import VersionLoading, VersionTrial, in_time, keep_looking
 from syncline.serve.model import ModelFile
 from syncline.serve.reading import Candidate, VersionSource
 from syncline.serve.replicas.messages import (
@@ -37,7 +37,8 @@ from syncline.serve.versions import VersionFacts, Versions
 
 log = logging.getLogger("syncline.serve")
 
-_LOAD_SECONDS = 600.0  # loading a version takes as long as it takes
+_LATE_SECONDS = 60.0  # beyond the trial of a version, for replicas that load it
+_NO_LIMIT_SECONDS = 600.0  # where a trial may take any time, replicas may take so much
 _SECONDS = 60.0
 
 
@@ -56,12 +57,14 @@ class VersionLoader(KeptProcess):
         self._trial: VersionTrial | None = None
         self._loading: VersionLoading | None = None
         self._source: VersionSource | None = None
+        self._trial_seconds = 0.0
         self._name = self._url = ""
 
     def set_up(self, message: SetUp, descriptors: list[int]) -> None:
         (descriptor,) = descriptors
         config = message.config
         self._name, self._url = message.name, message.url
+        self._trial_seconds = config.trial_seconds
         self._file = ModelFile(message.model)
         limit_threads(message.threads)
         self._file.place_on(config.device, message.number)
@@ -107,19 +110,29 @@ class VersionLoader(KeptProcess):
         assert self._file is not None and self._trial is not None and self._loading is not None
         facts = VersionFacts(candidate.name, candidate.digest, candidate.where, candidate.step)
         self.link.send(Trying(name=facts.name, digest=facts.digest))
+        file, trial = self._file, self._trial
+        memory = None
         try:
-            saved = self._file.own_weights() if candidate.is_as_made else candidate.read()
+            saved = file.own_weights() if candidate.is_as_made else candidate.read()
             memory = share(saved) if saved is not None else None
             weights = mapped(memory.fd) if memory is not None else None
-            model = self._file.load(weights, facts.where, in_place=True)
-            self._trial.run(facts.name, facts.where, model)
+
+            def prepare() -> None:
+                trial.run(facts.name, facts.where, file.load(weights, facts.where, in_place=True))
+
+            in_time(prepare, self._trial_seconds, f"the trial of {facts.where}")
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            raise
         finally:
             self.link.send(Trying(name=facts.name, digest=""))
         answer = self._waiting[facts.digest] = Awaited()
         self.link.send(OfferVersion(version=facts), [memory.fd] if memory is not None else [])
         if memory is not None:
             memory.close()
-        self._wait_for(facts.digest, answer, f"not all replicas loaded version {facts.name}", _LOAD_SECONDS)
+        seconds = self._trial_seconds + _LATE_SECONDS if self._trial_seconds else _NO_LIMIT_SECONDS
+        self._wait_for(facts.digest, answer, f"not all replicas loaded version {facts.name}", seconds)
         if answer.value:
             raise StoreError(str(answer.value))
         with self._publishing:

@@ -8,13 +8,15 @@ import os
 import socket
 import threading
 
-from syncline.errors import ConfigError, StoreError
+from syncline.errors import StoreError, SynclineError
 from syncline.serve.answering import Answering, inputs_of, limit_threads
 from syncline.serve.datatypes import RequestError
+from syncline.serve.loading import in_time
 from syncline.serve.metrics import ServingTotals
-from syncline.serve.model import ModelFile
+from syncline.serve.model import LoadedModel, ModelFile
 from syncline.serve.replicas.link import fitting
 from syncline.serve.replicas.messages import (
+    Failed,
     Forget,
     FromKeeper,
     Load,
@@ -29,7 +31,7 @@ from syncline.serve.replicas.messages import (
 )
 from syncline.serve.replicas.process import KeptProcess, main
 from syncline.serve.shared_weights import mapped
-from syncline.serve.versions import Version, VersionFacts, Versions
+from syncline.serve.versions import Version, VersionFacts, Versions, VersionStanding
 
 log = logging.getLogger("syncline.serve")
 
@@ -49,6 +51,9 @@ class ServingReplica(KeptProcess):
         self._answering: Answering | None = None
         self._listener: socket.socket | None = None
         self._is_up = False
+        self._trial_seconds = self._call_seconds = 0.0
+        self._switching = threading.Lock()
+        self._num_switch = 0  # of the newest one that was followed
 
     def set_up(self, message: SetUp, descriptors: list[int]) -> None:
         (descriptor,) = descriptors
@@ -56,6 +61,7 @@ class ServingReplica(KeptProcess):
         self._file = ModelFile(message.model)
         limit_threads(message.threads)
         self._file.place_on(message.config.device, message.number)
+        self._trial_seconds, self._call_seconds = message.config.trial_seconds, message.config.call_seconds
         self._answering = Answering(
             message.config,
             self._file,
@@ -65,6 +71,7 @@ class ServingReplica(KeptProcess):
             token=message.token,
             guard="",  # the loader has checked it
             all_totals=self._all_totals,
+            on_hang=self._end_hanging,
         )
 
     def take(self, message: FromKeeper, descriptors: list[int]) -> None:
@@ -78,7 +85,7 @@ class ServingReplica(KeptProcess):
                 if missing := {one.digest for one in standing.kept} - self._known.keys():
                     names = [one.name for one in standing.kept if one.digest in missing]
                     raise StoreError(f"this replica cannot load version {', '.join(names)}, which others serve")
-                self._versions.follow(standing, self._known)
+                self._switch(number, standing)
                 if not self._is_up:
                     self._begin()
                 self.link.send(Switched(number=number))
@@ -86,21 +93,49 @@ class ServingReplica(KeptProcess):
                 raise AssertionError(message)
 
     def take_at_once(self, message: FromKeeper) -> bool:
-        if not isinstance(message, TellTotals):
-            return False
-        totals = self._answering.totals() if self._answering is not None else ServingTotals()
-        self.link.send(Totals(number=message.number, totals=totals))
+        match message:
+            case TellTotals(number=number):
+                totals = self._answering.totals() if self._answering is not None else ServingTotals()
+                self.link.send(Totals(number=number, totals=totals))
+            case Switch(number=number, standing=standing):
+                # The main thread may be loading another version for long.
+                if not self._is_up or not {one.digest for one in standing.kept} <= self._known.keys():
+                    return False
+                self._switch(number, standing)
+                self.link.send(Switched(number=number))
+            case _:
+                return False
         return True
+
+    def _switch(self, number: int, standing: VersionStanding) -> None:
+        """One that comes after a newer one changes nothing."""
+        with self._switching:
+            if number >= self._num_switch:
+                self._num_switch = number
+                self._versions.follow(standing, self._known)
+
+    def _end_hanging(self) -> None:
+        """A call of the model cannot be ended, so the process is: its successor answers."""
+        self.link.send(Failed(words=f"the model has not returned from a call for {self._call_seconds:g} s"))
+        self._end()
 
     def _load(self, version: VersionFacts, descriptors: list[int]) -> str:
         """'', or why this version cannot answer here."""
         assert self._file is not None and self._answering is not None
+        file, trial = self._file, self._answering.trial
+
+        def prepare() -> LoadedModel:
+            model = file.load(weights, version.where, in_place=True)
+            trial.run(version.name, version.where, model)
+            return model
+
         try:
             weights = mapped(descriptors[0]) if descriptors else None
-            model = self._file.load(weights, version.where, in_place=True)
-            self._answering.trial.run(version.name, version.where, model)
-        except (StoreError, ConfigError, RequestError, OSError, MemoryError) as error:
-            return fitting(str(error)) or type(error).__name__
+            model = in_time(prepare, self._trial_seconds, f"the trial of {version.where}")
+        except Exception as error:  # ours, or the operator's code: it must not end one replica after the other
+            said = fitting(str(error))
+            is_ours = isinstance(error, SynclineError | RequestError)
+            return (said if is_ours else f"{type(error).__name__}: {said}") or type(error).__name__
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -138,7 +173,7 @@ class ServingReplica(KeptProcess):
 
 
 class _LoopProbe:
-    """Whether the event loop goes on: it must have answered the last question."""
+    """Whether the event loop has answered the last question, and the model returns from its calls."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -146,7 +181,7 @@ class _LoopProbe:
         self._answered.set()
 
     def works(self) -> bool:
-        if not self._answered.is_set():
+        if not self._answered.is_set() or self._answering.hangs:
             return False
         self._answered.clear()
         self._answering.call_soon(self._answered.set)
