@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import ConfigError
-from syncline.serve.versions import KEPT, Version, Versions
+from syncline.serve.versions import Version, Versions
 
 
 def version(number: int) -> Version:
     return Version(str(number), f"d{number}", f"saves/{number}", number, lambda inputs: {})
 
 
-def with_versions(*numbers: int) -> Versions[Version]:
-    versions: Versions[Version] = Versions()
+def with_versions(*numbers: int, keep: int = 3) -> Versions[Version]:
+    versions: Versions[Version] = Versions(keep)
     for number in numbers:
         versions.add(version(number))
     return versions
@@ -45,7 +45,7 @@ def answering(versions: Versions[Version]) -> str:
 
 def test_a_new_version_takes_over_and_old_ones_are_forgotten() -> None:
     versions = with_versions(1, 2, 3, 4)
-    assert answering(versions) == "4" and names(versions) == ["2", "3", "4"] and len(names(versions)) == KEPT
+    assert answering(versions) == "4" and names(versions) == ["2", "3", "4"]
     assert versions.find("") is versions.current and versions.find("1") is None
     assert not versions.is_wanted("d4") and versions.is_wanted("d5")
 
@@ -57,6 +57,41 @@ def test_a_rollback_stays_until_a_newer_version_comes() -> None:
     with pytest.raises(ConfigError, match="no earlier version"):
         versions.rollback()
     assert versions.add(version(3)) == "current" and answering(versions) == "3"
+
+
+def test_a_rollback_may_pin() -> None:
+    """A job that is followed gives the next version within seconds. New ones do not drive out those before: there may
+    be another rollback.
+    """
+    versions = with_versions(1, 2, 3)
+    assert versions.rollback(pins=True).name == "2" and versions.is_pinned
+    assert [versions.add(version(number)) for number in (4, 5, 6)] == ["beside"] * 3
+    assert answering(versions) == "2" and names(versions) == ["1", "2", "6"]
+    assert versions.rollback(pins=True).name == "1"
+    assert versions.unpin().name == "6" and versions.add(version(7)) == "current"
+
+
+@pytest.mark.parametrize("keep", [2, 5])
+def test_as_many_versions_are_kept_as_was_said(keep: int) -> None:
+    versions = with_versions(*range(1, 9), keep=keep)
+    assert names(versions) == [str(number) for number in range(9 - keep, 9)]
+    for _ in range(keep - 1):
+        versions.rollback()
+    assert answering(versions) == str(9 - keep)
+    versions.pin(answering(versions))
+    versions.add(version(9))
+    versions.add(version(10))
+    assert "10" in names(versions) and len(names(versions)) <= keep
+    versions.set_canary(0.5)
+    versions.add(version(11))
+    assert versions.canary is not None and versions.canary.name == "11" and len(names(versions)) <= keep
+
+
+def test_of_two_versions_of_one_name_the_newest_is_meant() -> None:
+    """A folder of checkpoints that is emptied and written again has the same numbers: `find` and `pin` agree."""
+    versions = with_versions(1)
+    versions.add(Version("1", "other", "saves/1", 1, lambda inputs: {}))
+    assert versions.pin("1") is versions.find("1") is versions.loaded()[-1]
 
 
 def test_a_pinned_version_stays() -> None:

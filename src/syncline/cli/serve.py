@@ -19,6 +19,7 @@ from syncline.launch.folder import find_job
 from syncline.launch.saving import parse_bytes
 
 _LOOK_SECONDS = 0.5
+_LIMITS = "30s, 10m, never"
 _FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
@@ -52,7 +53,9 @@ def serve(
         str, typer.Option(help="The model's name in paths. [default: that of the class or function]")
     ] = "",
     inputs: InputOption = None,
-    max_batch: Annotated[int, typer.Option(help="Rows of one call of the model, at most.")] = 32,
+    max_batch: Annotated[
+        int, typer.Option(help="Rows of one call of the model, at most. A request with more is several calls.")
+    ] = 32,
     max_delay: Annotated[
         str, typer.Option(metavar="TIME", help="How long a request may wait for others while the server is busy.")
     ] = "5ms",
@@ -63,6 +66,23 @@ def serve(
         str,
         typer.Option(help='A new version must pass, e.g. "accuracy>=0.85" on what `validate` of the file returns.'),
     ] = "",
+    keep: Annotated[int, typer.Option(metavar="N", help="Versions in memory, for a rollback; at least 2.")] = 3,
+    call_timeout: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="How long one call of the model may take. Then requests get errors; of several replicas, the one "
+            "that hangs starts again. never: any time.",
+        ),
+    ] = "2m",
+    trial_timeout: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="How long the trial of a new version may take, `validate` included. Then it is refused. "
+            "never: any time.",
+        ),
+    ] = "10m",
     replicas: Annotated[
         int, typer.Option(help="Processes that answer behind the port. They share the memory of the weights.")
     ] = 1,
@@ -114,6 +134,9 @@ def serve(
         "max_delay": 0.0 if max_delay == "0" else duration("--max-delay", max_delay, "5ms, 0.1s, 0"),
         "refresh": 0.0 if refresh == "never" else duration("--refresh", refresh, "2s, 1m, never"),
         "guard": guard,
+        "keep": keep,
+        "call_seconds": 0.0 if call_timeout == "never" else duration("--call-timeout", call_timeout, _LIMITS),
+        "trial_seconds": (0.0 if trial_timeout == "never" else duration("--trial-timeout", trial_timeout, _LIMITS)),
         "replicas": replicas,
         "device": device,
         "threads": threads,

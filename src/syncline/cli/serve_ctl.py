@@ -48,7 +48,8 @@ def load(name: NameOption = "", runs: RunsOption = "runs", as_json: JsonOption =
 
 @app.command("rollback")
 def rollback(name: NameOption = "", runs: RunsOption = "runs", as_json: JsonOption = False) -> None:
-    """Goes back to the version before, until a newer one comes; the one that answered is dropped.
+    """Goes back to the version before; the one that answered is dropped. The next newer one takes over; with --follow
+    the version is pinned: until `unpin`, new ones do not answer.
 
     Example:  syncline serve-ctl rollback
     """
@@ -134,6 +135,8 @@ def _show(reply: dict[str, Any]) -> None:
             words.append(f"canary, {reply['share']:.1%}")
         table.add_row(one["name"], f"{one['step']:,}", ", ".join(words), one["where"])
     console.print(table)
+    if reply["is_pinned"]:
+        console.print("pinned: new versions are loaded and do not answer until `syncline serve-ctl unpin`")
     if reply["trouble"]:
         console.print(f"nothing new comes: {reply['trouble']}")
     for one in reply["processes"]:

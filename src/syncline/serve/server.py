@@ -142,7 +142,7 @@ class _InThisProcess:
         self._config, self._source = config, source
         self._file = ModelFile(model) if isinstance(model, str) else ModelFile.of(model)
         self.name = config.name or self._file.name
-        self._versions: Versions[Version] = Versions()
+        self._versions: Versions[Version] = Versions(config.keep)
         self._answering: Answering | None = None
         self._loading: VersionLoading | None = None
         self._url = ""
@@ -200,7 +200,7 @@ class _InThisProcess:
             if reasons := self._loading.look():
                 raise ConfigError("; ".join(reasons[:3]))
         elif request.verb != "status":
-            change(self._versions, request)
+            change(self._versions, request, is_followed=isinstance(self._source, JobSource))
         return told(self._versions, self._answering.totals(), self.name, self._url, self._source)
 
 

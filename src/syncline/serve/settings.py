@@ -25,6 +25,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_queue: int = 1024  #: requests that may wait
     call_seconds: float = 120.0  #: for one call of the model; then requests get errors; 0.0: any
     trial_seconds: float = 600.0  #: for the trial of a new version; then it is refused; 0.0: any
+    keep: int = 3  #: versions in memory, for a rollback
     max_body: int = 64 << 20  #: bytes of one request
     max_connections: int = 1024
     head_seconds: float = 5.0  #: for the head of a request to arrive
@@ -52,6 +53,7 @@ LEAST: dict[str, float] = {
     "max_queue": 1,
     "call_seconds": 0.0,
     "trial_seconds": 0.0,
+    "keep": 2,
     "max_body": 1024,
     "max_connections": 1,
     "head_seconds": 0.01,
@@ -68,6 +70,7 @@ _MOST = {
     "grpc_port": 65535,
     "max_batch": 1 << 20,
     "max_body": 1 << 34,
+    "keep": 1024,
     "threads": 4096,
     "replicas": 256,
 }

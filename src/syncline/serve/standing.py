@@ -17,11 +17,14 @@ from syncline.serve.versions import Versions
 log = logging.getLogger("syncline.serve")
 
 
-def change(versions: Versions[Any], request: ControlRequest) -> None:
-    """Does what was asked for. ConfigError: it cannot be."""
+def change(versions: Versions[Any], request: ControlRequest, *, is_followed: bool) -> None:
+    """Does what was asked for. ConfigError: it cannot be. `is_followed`: versions come from a job, every few seconds,
+    so a rollback that ended with the next one would be none.
+    """
     match request.verb:
         case "rollback":
-            log.info("rolled back to version %s", versions.rollback().name)
+            name = versions.rollback(pins=is_followed).name
+            log.info("rolled back to version %s%s", name, ", which is pinned" if is_followed else "")
         case "pin":
             log.info("pinned to version %s", versions.pin(request.version).name)
         case "unpin":

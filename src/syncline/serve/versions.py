@@ -12,10 +12,6 @@ import msgspec
 from syncline.errors import ConfigError
 from syncline.serve.model import LoadedModel
 
-#: Versions in memory: those that answer, and the ones before, for a rollback.
-KEPT = 3
-
-
 #: Versions that were left, which are remembered.
 _MOST_LEFT = 256
 
@@ -54,7 +50,10 @@ V = TypeVar("V", bound=VersionFacts)
 class Versions(Generic[V]):
     """The current version answers. While there is a canary, a share of the requests goes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = 3) -> None:
+        """`keep`: versions in memory: those that answer, and the ones before, for a rollback; at least two."""
+        assert keep >= 2
+        self._keep = keep
         self._lock = threading.Lock()
         self._kept: list[V] = []  # oldest first
         self._current: V | None = None
@@ -126,8 +125,8 @@ class Versions(Generic[V]):
                 return canary
             return self._current
 
-    def rollback(self) -> V:
-        """Goes back to the version before the current one, and stays until a newer one comes."""
+    def rollback(self, *, pins: bool = False) -> V:
+        """Goes back to the version before the current one, and stays until a newer one comes; `pins`: even then."""
         with self._lock:
             place = self._place()
             if place == 0:
@@ -137,12 +136,13 @@ class Versions(Generic[V]):
             self._kept.remove(self._current)
             self._end_canary()
             self._current = self._kept[place - 1]
+            self._is_pinned = self._is_pinned or pins
             return self._current
 
     def pin(self, name: str) -> V:
         """Stays with this version; new ones are loaded beside it."""
         with self._lock:
-            found = next((one for one in self._kept if one.name == name), None)
+            found = next((one for one in reversed(self._kept) if one.name == name), None)
             if found is None:
                 raise ConfigError(
                     f"version {name!r} is not in memory; there are {', '.join(one.name for one in self._kept)}"
@@ -216,5 +216,9 @@ class Versions(Generic[V]):
         return next((index for index, one in enumerate(self._kept) if one is self._current), 0)
 
     def _forget(self) -> None:
-        while len(self._kept) > KEPT:
-            self._kept.remove(next(one for one in self._kept if one not in (self._current, self._canary)))
+        """The oldest go first. While one is pinned, those after it go first: the ones before are for a rollback."""
+        while len(self._kept) > self._keep:
+            waiting = self._kept[self._place() + 1 : -1] if self._is_pinned else []
+            old = (one for one in self._kept if one not in (self._current, self._canary))
+            gone = waiting[0] if waiting else next(old)
+            self._kept = [one for one in self._kept if one is not gone]

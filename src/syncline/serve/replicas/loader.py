@@ -15,7 +15,7 @@ from typing import Any
 from syncline.errors import ConfigError, StoreError
 from syncline.serve.answering import inputs_of, limit_threads
 from syncline.serve.control import Control, ControlRequest
-from syncline.serve.following import source_of
+from syncline.serve.following import JobSource, source_of
 from syncline.serve.loading import VersionLoading, VersionTrial, in_time, keep_looking
 from syncline.serve.model import ModelFile
 from syncline.serve.reading import Candidate, VersionSource
@@ -64,6 +64,7 @@ class VersionLoader(KeptProcess):
         (descriptor,) = descriptors
         config = message.config
         self._name, self._url = message.name, message.url
+        self._versions = Versions(config.keep)
         self._trial_seconds = config.trial_seconds
         self._file = ModelFile(message.model)
         limit_threads(message.threads)
@@ -160,7 +161,7 @@ class VersionLoader(KeptProcess):
                 raise ConfigError("; ".join(reasons[:3]))
         elif request.verb != "status":
             with self._publishing:
-                change(self._versions, request)
+                change(self._versions, request, is_followed=isinstance(self._source, JobSource))
                 self._publish()
         counted = Awaited()
         question = self.ask_totals(counted.give)
