@@ -10,6 +10,7 @@ import pathlib
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ VERBS = ("status", "load", "rollback", "pin", "unpin", "canary")
 _MOST_BYTES = 1 << 16
 _SECONDS = 600.0  # loading a version takes as long as it takes
 _END_SECONDS = 0.3  # a version that is being loaded is not waited for
+_MOST_CALLS = 32
 _FOLDER = "serve"
 
 
@@ -80,12 +82,14 @@ def control_socket(folder: pathlib.Path) -> Iterator[socket.socket]:
 
 
 class Control:
-    """Answers one caller after another, in a thread of its own."""
+    """Answers callers, each in a thread of its own: one may load a version for long while another rolls back."""
 
     def __init__(self, listener: socket.socket, answer: Callable[[ControlRequest], dict[str, Any]]) -> None:
         """`listener`: of `control_socket`; this object's from now on."""
         self._answer, self._listener = answer, listener
         self._is_closed = False
+        self._calls: set[threading.Thread] = set()
+        self._room = threading.Semaphore(_MOST_CALLS)
         self._thread = threading.Thread(target=self._run, name="syncline serve control", daemon=True)
 
     def start(self) -> None:
@@ -97,6 +101,9 @@ class Control:
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._thread.is_alive():
             self._thread.join(_END_SECONDS)
+        until = time.monotonic() + _END_SECONDS
+        for thread in list(self._calls):
+            thread.join(max(0.0, until - time.monotonic()))
         self._listener.close()
 
     def _run(self) -> None:
@@ -105,20 +112,49 @@ class Control:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            with sock:
-                sock.settimeout(5.0)
-                try:
-                    self._serve(sock)
-                except OSError as error:
-                    log.debug("a caller of serve-ctl went away: %s", error)
+            if not self._room.acquire(blocking=False):
+                sock.close()
+                continue
+            thread = threading.Thread(target=self._call, args=(sock,), name="syncline serve control", daemon=True)
+            self._calls.add(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                log.warning("a caller of serve-ctl cannot be answered: %s", error)
+                self._let_go(thread, sock)
+
+    def _call(self, sock: socket.socket) -> None:
+        sock.settimeout(5.0)
+        try:
+            self._serve(sock)
+        except OSError as error:
+            log.debug("a caller of serve-ctl went away: %s", error)
+        finally:
+            self._let_go(threading.current_thread(), sock)
+
+    def _let_go(self, thread: threading.Thread, sock: socket.socket) -> None:
+        sock.close()
+        self._calls.discard(thread)
+        self._room.release()
 
     def _serve(self, sock: socket.socket) -> None:
+        """OSError: the caller went away, or says nothing."""
         try:
-            request = msgspec.json.decode(_line(sock), type=ControlRequest)
-            reply = self._answer(request)
-        except (SynclineError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            reply = {"error": str(error)}
+            line = _line(sock)
+        except ConfigError as error:
+            reply: dict[str, Any] = {"error": str(error)}
+        else:
+            reply = self._reply(line)
         sock.sendall(msgspec.json.encode(reply) + b"\n")
+
+    def _reply(self, line: bytes) -> dict[str, Any]:
+        try:
+            return self._answer(msgspec.json.decode(line, type=ControlRequest))
+        except (SynclineError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return {"error": str(error)}
+        except BaseException as error:  # of the operator's code, or a lack of memory
+            log.exception("a request of serve-ctl failed")
+            return {"error": f"{type(error).__name__}: {error}"}
 
 
 def ask(folder: pathlib.Path, request: ControlRequest) -> dict[str, Any]:
