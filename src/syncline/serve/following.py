@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ class JobParameters:
         self._bytes: list[Array] = []
         self._parts: dict[int, Slice] = {}
         self.versions: dict[int, int] = {}  #: of slices
+        self._lives: frozenset[tuple[str, int]] = frozenset()  # of the servers that gave them
 
     @property
     def num_segments(self) -> int:
@@ -91,9 +93,23 @@ class JobParameters:
         return buffer_of(self._bytes[part.segment][part.offset : part.offset + part.num_bytes])
 
     def check(self, places: Sequence[CutPlace]) -> None:
-        """ProtocolError: a cut without all slices."""
+        """ProtocolError: a cut without all slices.
+
+        Versions are forgotten if its servers are not those of the last cut: a server that took slices from a
+        checkpoint after a death may give other bytes the same version.
+        """
         if sorted(number for place in places for number in place.slices) != sorted(self._parts):
             raise ProtocolError("the job's cut has other slices than the job")
+        lives = frozenset((place.server.name, place.server.incarnation) for place in places)
+        if lives != self._lives:
+            self._lives = lives
+            self.versions.clear()
+
+    @property
+    def digest(self) -> str:
+        """Differs if any bytes may."""
+        told = f"{sorted(self._lives)} {sorted(self.versions.items())}"
+        return hashlib.sha256(told.encode()).hexdigest()[:32]
 
     def weights(self) -> SavedWeights:
         """By the model's names. They change with the next cut."""
@@ -254,6 +270,7 @@ class JobSource:
     def resume(self, name: str, digest: str) -> None:
         if name:
             self._names[name] = digest
+            self._has_begun = True  # a job that is gone since is no reason to fail
 
     def look(self) -> Iterator[Candidate]:
         """The newest cut. StoreError: there was none yet."""
@@ -303,15 +320,15 @@ class JobSource:
 
     def _failed(self, words: str) -> None:
         self._candidate = None  # what was read may be a part of a newer cut
+        was_known, self._trouble = bool(self._trouble), words
         if not self._has_begun:
             raise StoreError(f"{self.where} cannot be followed: {words}; does it run?") from None
-        if not self._trouble:
+        if not was_known:
             log.warning("%s cannot be followed now (%s); the server goes on with what it has", self.where, words)
-        self._trouble = words
 
     def _new_candidate(self) -> Candidate:
         follower = self._follower
-        digest = f"{self._job.job} {follower.step} {sum(follower.parameters.versions.values())}"
+        digest = f"{self._job.job} {follower.step} {follower.parameters.digest}"
         name = base = str(follower.step)
         number = 1
         while self._names.get(name, digest) != digest:  # the job went back to a checkpoint
