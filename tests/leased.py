@@ -270,7 +270,7 @@ class FakeJob:
 
     should_stop = False
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, enters: bool) -> None:
         self.num_caught_up += 1
 
 

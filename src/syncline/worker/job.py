@@ -385,8 +385,10 @@ class Job:
         """Other workers have made the steps that this one skips: takes over their script's state."""
         self._checkpoints.resume.went_on()
 
-    def catch_up(self) -> None:
-        """Others went on without this worker."""
+    def catch_up(self, *, enters: bool = False) -> None:
+        """Others went on without this worker. `enters`: it goes on with them, from their next round on."""
+        if enters and self.in_rounds:
+            self.exchange.enter()  # before it pulls: else a round may pass between the pull and its commit
         for action in self._after_wait:
             action()
 

@@ -178,8 +178,8 @@ class Pauses(Protocol):
     def rest(self) -> None:
         """Takes part in no more rounds of the loop it has left."""
 
-    def catch_up(self) -> None:
-        """After such a wait: other workers went on meanwhile."""
+    def catch_up(self, *, enters: bool) -> None:
+        """After such a wait: other workers went on meanwhile. `enters`: this one goes on too."""
 
     @property
     def should_stop(self) -> bool:
@@ -451,7 +451,7 @@ class EpochLeases:
             return answer
         answer = self._wait_for_others()
         if not self._acks.is_any_held:  # else more is added to a gradient computed from earlier parameters
-            self._worker.catch_up()
+            self._worker.catch_up(enters=isinstance(answer, GivenLease) and bool(answer.lease))
         return answer
 
     def _wait_for_others(self) -> Message:

@@ -42,6 +42,7 @@ from syncline.worker.exchange.values import (
     KeptArrays,
     SliceCopies,
     are_level,
+    newest,
     pull,
     read_state,
     upload,
@@ -53,6 +54,8 @@ from syncline.worker.waits import LOUD_SECONDS, StepClock, TracingClock, Waits
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
 _LEVEL_SECONDS = 0.002  # until slices of different rounds are read again
+#: How long to wait at an entry for the rounds before it. One in which all gradients were refused changes no version.
+_ROUNDS_SECONDS = 5.0
 _NOTHING = Push(pushed=())
 
 
@@ -465,11 +468,26 @@ class ServersExchange:
     # -- comings and goings -------------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """Takes part in rounds from now on. Returns the job's steps before the next commit."""
+        """Takes part in rounds from now on. Returns the job's steps before the next commit.
+
+        The rounds before that commit are applied then, so a gradient that is computed from what is pulled next is as
+        new as those of the others.
+        """
         if self._participation.must_enter:
             self._come_back()
+            self._await_rounds(self._participation.entered_at)
             self.has_stepped_to(self._participation.entered_at)
         return self.num_updates
+
+    def _await_rounds(self, step: int) -> None:
+        """Until the rounds that were open when this worker entered are applied. The next one waits for this worker."""
+        until, parts = time.monotonic() + _ROUNDS_SECONDS, self.layout.slices()
+        with self.waits.of("the entry into the rounds"):
+            while time.monotonic() < until:
+                version, is_level = self._again(lambda: newest(self.routes, parts))
+                if is_level and version >= step:
+                    return
+                time.sleep(_LEVEL_SECONDS)
 
     def _come_back(self) -> None:
         with self.waits.of("the entry into the rounds"):

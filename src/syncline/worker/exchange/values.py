@@ -68,6 +68,18 @@ def are_level(routes: ServerRoutes, slices: Sequence[Slice], versions: Sequence[
     return len(counts) <= 1
 
 
+def newest(routes: ServerRoutes, slices: Sequence[Slice]) -> tuple[int, bool]:
+    """The highest version of these slices now, and whether all have counted the same rounds."""
+    highest, counts = 0, set[int]()
+    for server, reader in routes.readers.items():
+        own = [part.id for part in slices if routes.source(part.id) == server]
+        if own:
+            answer = reader.verify(own, [-1] * len(own))  # no slice has it, so all versions are told
+            highest = max(highest, *answer.versions)
+            counts.update(answer.counts)
+    return highest, len(counts) <= 1
+
+
 Entries = Sequence[tuple[StateEntry, Bytes]]
 
 
