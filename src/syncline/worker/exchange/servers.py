@@ -480,7 +480,7 @@ class ServersExchange:
         return self.num_updates
 
     def _await_rounds(self, step: int) -> None:
-        """Until the rounds that were open when this worker entered are applied. The next one waits for this worker."""
+        """Until the rounds that were open at the entry are applied. The next one waits for this worker."""
         until, parts = time.monotonic() + _ROUNDS_SECONDS, self.layout.slices()
         with self.waits.of("the entry into the rounds"):
             while time.monotonic() < until:
