@@ -28,7 +28,7 @@ def controlled(folder: pathlib.Path, answer: Callable[[ControlRequest], dict[str
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError, OSError, SystemExit])
 def test_an_error_is_an_answer_and_ends_nothing(tmp_path: pathlib.Path, error: type[BaseException]) -> None:
-    """A new version that needs too much memory ended the thread; whoever asked then waited for ten minutes."""
+    """A new version that needs too much memory ended the thread; later callers waited for ten minutes."""
 
     def answer(request: ControlRequest) -> dict[str, Any]:
         if request.verb == "load":

@@ -58,7 +58,7 @@ class FakeJob:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
-    """Whoever follows a job follows this one."""
+    """Every follower follows this one."""
     made = FakeJob()
 
     class Call:

@@ -267,6 +267,71 @@ def test_a_version_that_fails_on_recent_requests_is_refused_by_all(served: Any, 
     assert server.control(ControlRequest("load"))["current"] == "3"
 
 
+#: Does not return from calls of rows with a 7 while there is a file `hang`; of version 3 only if there are weights.
+HANGING = """
+import pathlib
+import time
+import numpy as np
+
+class Net:
+    number = 0
+
+    def load(self, weights):
+        self.number = float(weights["bias"][0])
+
+    def __call__(self, x):
+        while (x == 7).any() and self.number in (0, 3) and pathlib.Path(__file__).with_name("hang").exists():
+            pathlib.Path(__file__).with_name("hangs").touch()
+            time.sleep(0.01)
+        return x + self.number
+
+example = np.zeros((1, 4), np.float32)
+"""
+
+
+def test_a_replica_whose_model_hangs_starts_again(served: Any, tmp_path: pathlib.Path) -> None:
+    """Its event loop goes on, so it gave signs of life for ever, and requests to it hung."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    server = served(None, f"{tmp_path / 'hanging.py'}:Net", name="hanging", call_seconds=1.0)
+    pids = [process(server, "replica", number)["pid"] for number in range(2)]
+    (tmp_path / "hang").touch()
+    with Caller(server.url) as call:
+        status, answer = call.post("/predict", {"input": [7, 7, 7, 7]})
+        assert status == 503 and "has not returned from a call for 1 s" in answer["error"]
+    wait_for(lambda: any(is_back(server, "replica", pid, number) for number, pid in enumerate(pids)))
+    (tmp_path / "hang").unlink()
+    with Caller(server.url) as call:
+        assert call.post("/predict", {"input": [7, 7, 7, 7]})[0] == 200
+    assert [process(server, "replica", number)["num_restarts"] for number in range(2)].count(1) == 1
+
+
+def test_a_rollback_does_not_wait_for_replicas_that_load(served: Any, tmp_path: pathlib.Path) -> None:
+    """A replica tries version 3 on a recent request for long. All go back to version 1 meanwhile."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    saves = tmp_path / "saves"
+    save(saves, 1)
+    server = served(saves, f"{tmp_path / 'hanging.py'}:Net", name="hanging")
+    save(saves, 2)
+    assert server.control(ControlRequest("load"))["current"] == "2"
+    with Caller(server.url) as call:
+        assert call.post("/predict", {"input": [7, 7, 7, 7]})[0] == 200
+    (tmp_path / "hang").touch()
+    save(saves, 3)
+    loaded: list[str] = []
+    loading = threading.Thread(target=lambda: loaded.append(server.control(ControlRequest("load"))["current"]))
+    loading.start()
+    try:
+        wait_for((tmp_path / "hangs").exists)
+        assert server.control(ControlRequest("rollback"))["current"] == "1" and not loaded
+        for _ in range(4):
+            with Caller(server.url) as call:
+                assert call.post("/predict", {"input": ROW})[1]["model_version"] == "1"
+    finally:
+        (tmp_path / "hang").unlink()
+        loading.join(PATIENCE)
+    assert loaded == ["3"]
+
+
 def test_replicas_share_the_memory_of_the_weights(served: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "large.py").write_text(
         "import torch\ndef Net():\n    return torch.nn.Linear(1024, 2048)\nexample = torch.zeros(1, 1024)\n"
