@@ -103,7 +103,8 @@ class Control:
             self._thread.join(_END_SECONDS)
         until = time.monotonic() + _END_SECONDS
         for thread in list(self._calls):
-            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                thread.join(max(0.0, until - time.monotonic()))
         self._listener.close()
 
     def _run(self) -> None:
