@@ -186,7 +186,7 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ends = [super().shutdown(sockets)]
+        ends: list[Awaitable[None]] = [super().shutdown(sockets)]
         if self._end_beside is not None:
             ends.append(self._end_beside())  # at once: both drain within the same seconds
         await asyncio.gather(*ends)
