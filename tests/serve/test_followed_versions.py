@@ -15,9 +15,9 @@ from tests.serve.arrays import INPUTS, ROW, Linear
 from tests.serve.saved import Caller, expected
 
 from syncline.core.layout import Parameter, Segment, arrange, place
-from syncline.core.members import Member
+from syncline.core.members import Address, Member
 from syncline.core.rule import Rule
-from syncline.core.wire.following import AskCut, CutPlace, GivenCut
+from syncline.core.wire.following import AskCut, CutPlace, GivenCut, GivenSlices, ReadCut
 from syncline.core.wire.message import Done
 from syncline.serve import Server, following
 from syncline.serve.control import ControlRequest
@@ -39,7 +39,7 @@ class FakeJob:
         self.segments = [segment_of(0, "weight", (3, 4)), segment_of(1, "bias", (3,))]
         self.slices = [part.id for segment in self.segments for part in segment.slices]
         assert len(self.slices) == 2
-        self.server = Member("server-0", "server", 1, "host")
+        self.server = Member("server-0", "server", 1, "host", Address("", "127.0.0.1", 1))
         self.step = 0
         self.values = dict.fromkeys(self.slices, 0.0)
         self.versions = dict.fromkeys(self.slices, 0)
@@ -61,32 +61,38 @@ def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
     """Every follower follows this one."""
     made = FakeJob()
 
-    class Call:
-        answer = None
+    class FakeEndpoint:
+        is_open = True
 
-        def __init__(self, message: Any) -> None:
-            self.message = message
+        def __init__(self, connection: Any, stamp: Any) -> None:
+            pass
 
-        def wait(self, seconds: float) -> Any:
-            return made.cut(self.message.num_segments) if isinstance(self.message, AskCut) else Done()
-
-    class Coordinator:
-        def call(self, message: Any, **settings: Any) -> Call:
-            return Call(message)
+        def call(self, message: Any, *, into: Any = None, **settings: Any) -> FakeCall:
+            if isinstance(message, AskCut):
+                return FakeCall(made.cut(message.num_segments))
+            if isinstance(message, ReadCut):
+                for number, room in zip(message.slices, into(GivenSlices(message.slices)), strict=True):
+                    np.frombuffer(room, np.float32)[:] = made.values[number]
+                    made.num_read += 1
+            return FakeCall(Done())
 
         def mention(self, message: Any) -> None:
             pass
 
-    def ask(self: JobFollower, server: Member, number: int, versions: dict[int, int]) -> Any:
-        for one in versions:
-            room = np.frombuffer(self.parameters.room(one), np.float32)
-            room[:] = made.values[one]
-            made.num_read += 1
-        return Call(None), list(versions)
+        def close(self) -> None:
+            pass
 
-    monkeypatch.setattr(JobFollower, "_reach_coordinator", lambda self: Coordinator())
-    monkeypatch.setattr(JobFollower, "_ask", ask)
+    monkeypatch.setattr(following.tcp, "connect_tcp", lambda *given: None)
+    monkeypatch.setattr(following, "Endpoint", FakeEndpoint)
     return made
+
+
+class FakeCall:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def wait(self, seconds: float) -> Any:
+        return self.answer
 
 
 def numbers(follower: JobFollower) -> set[float]:
@@ -129,10 +135,9 @@ def test_a_loader_that_starts_again_after_the_job_is_gone_says_so() -> None:
 
 
 @pytest.fixture
-def server(job: FakeJob, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def server(job: FakeJob, tmp_path: pathlib.Path) -> Iterator[Any]:
     settings: dict[str, Any] = {"port": 0, "runs": str(tmp_path), "inputs": INPUTS, "refresh": 0.02}
     job.train()
-    monkeypatch.setattr(following.JobFollower, "close", lambda self: None)
     with Server(Linear, follow=JOB, **settings) as made:
         yield made
 
