@@ -451,11 +451,15 @@ def test_ctrl_c_at_the_start_leaves_no_process(served: Any, tmp_path: pathlib.Pa
         wait_for(lambda: len(pids()) == 3)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        served(None, f"{tmp_path / 'slow.py'}:Net", drain_seconds=0.0)
-    thread.join(PATIENCE)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            served(None, f"{tmp_path / 'slow.py'}:Net", drain_seconds=0.0)
+        thread.join(PATIENCE)
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_for(lambda: not any(_runs(pid) for pid in pids()))
 
 
