@@ -411,7 +411,7 @@ def event_loop_of_tls(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 def test_handshakes_that_do_not_end_count_as_connections(served: Any, tmp_path: pathlib.Path) -> None:
     """Else they would be bounded by nothing, and stay for a minute."""
     cert, key = own_certificate(tmp_path)
-    server = served(cert=str(cert), key=str(key), max_connections=3, head_seconds=PATIENCE)
+    server = served(cert=str(cert), key=str(key), max_connections=3, head_seconds=10 * PATIENCE)
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     context = ssl.create_default_context(cafile=str(cert))
     with contextlib.ExitStack() as stack:
