@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -281,6 +283,97 @@ def test_streams_are_bounded(page: Served, monkeypatch: pytest.MonkeyPatch) -> N
     first.getresponse().readline()
     assert page.get("/api/v1/stream")[0] == 503
     first.close()
+
+
+# -- connections of strangers -----------------------------------------------------------------------------
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """By the page. What it has answered before is read over."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def until_so(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_idle_connections_of_strangers_do_not_close_the_page(page: Served) -> None:
+    """Other users of the machine can connect and say nothing. Readers still get answers; few descriptors are held."""
+    from syncline.page.connections import MOST_CONNECTIONS, MOST_STRANGERS
+
+    held: list[socket.socket] = []
+    reader = page.connection()
+    reader.request("GET", "/api/v1/stream", headers=page.token)
+    stream = reader.getresponse()
+    try:
+        for _ in range(2 * MOST_CONNECTIONS):
+            held += [socket.create_connection((page.host, page.port), timeout=PATIENCE)]
+        assert page.get("/api/v1/runs")[0] == 200
+        until_so(lambda: sum(is_closed(sock) for sock in held) >= len(held) - MOST_STRANGERS)
+        assert page.get("/", {})[0] == 401
+        page.job.show(look(1))
+        while not stream.readline().startswith(b"data: "):
+            pass  # the stream of a reader is no stranger's: it is still there
+    finally:
+        reader.close()
+        for sock in held:
+            sock.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_a_connection_without_a_request_is_closed(page: Served, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """Also one on which a request drips in: bytes alone do not move the deadline."""
+    from syncline.page import connections
+
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    with socket.create_connection((page.host, page.port), timeout=PATIENCE) as sock:
+        sock.sendall(said)
+
+        def drip() -> bool:
+            with contextlib.suppress(OSError):
+                sock.send(b"x" if said else b"")
+            return is_closed(sock)
+
+        until_so(drip)
+
+
+def test_a_second_request_has_a_deadline_too(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was let in is closed when its next request stays half; a stream is left alone."""
+    from syncline.page import connections
+
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    reader = page.connection()
+    reader.request("GET", "/api/v1/stream", headers=page.token)
+    stream = reader.getresponse()
+    connection = page.connection()
+    connection.request("GET", "/api/v1/runs", headers=page.token)
+    assert connection.getresponse().read()
+    sock = connection.sock
+
+    def drip() -> bool:
+        with contextlib.suppress(OSError):
+            sock.send(b"GET / HTTP/1.1\r\n" if not num_sent else b"X: y\r\n")
+        num_sent.append(1)
+        return is_closed(sock)
+
+    num_sent: list[int] = []
+    until_so(drip)
+    page.job.show(look(1))
+    while not (line := stream.readline()).startswith(b"data: "):
+        assert line, "the stream has ended"
+    connection.close()
+    reader.close()
 
 
 # -- where it listens -------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from syncline.errors import StoreError
 from syncline.page.access import COOKIE_SECONDS, Access
+from syncline.page.connections import LET_IN
 from syncline.page.live import MOST_STREAMS, LiveJob, Streams
 from syncline.page.openapi import description
 from syncline.page.openmetrics import CONTENT_TYPE, exposition
@@ -115,6 +116,7 @@ class Page:
         if origin is not None and origin.partition("://")[2].lower() not in self._hosts:
             return _error(403, "another site asks for this")
         if self._is_allowed(request):
+            request.scope.get(LET_IN, _nothing)()
             return None
         if path == "/":
             return HTMLResponse(_CLOSED, 401)
@@ -206,6 +208,10 @@ class Page:
     async def _metrics(self, request: Request) -> Response:
         look = self._job.latest if self._job is not None else None
         return Response(await run_in_threadpool(exposition, look), headers={"content-type": CONTENT_TYPE})
+
+
+def _nothing() -> None:
+    """Where the server does not ask which connections are let in."""
 
 
 @functools.cache

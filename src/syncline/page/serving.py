@@ -31,8 +31,6 @@ _LOOK_SECONDS = 0.5
 WARM_SECONDS = 20.0
 #: For requests that are under way, at the end.
 _END_SECONDS = 1.0
-#: Connections at a time; more are answered 503.
-MOST_CONNECTIONS = 256
 TOKEN_FILE = "page.token"
 
 
@@ -85,12 +83,13 @@ class PageServer:
         import uvicorn
 
         from syncline.page.application import Page
+        from syncline.page.connections import BACKLOG, MOST_CONNECTIONS, BoundedProtocol
 
         runs = Runs(self._folder, self._name or None)
         page = self._page = Page(self.access, runs, hosts_of(self._sock), self._job)
         settings = uvicorn.Config(
             page,
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -99,6 +98,7 @@ class PageServer:
             access_log=False,
             server_header=False,
             limit_concurrency=MOST_CONNECTIONS,
+            backlog=BACKLOG,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=1 << 14,
         )
