@@ -36,6 +36,7 @@ LAUNCH_ONLY = frozenset(
         "name",
         "bind",
         "page",
+        "page_host",
         "sink",
         "profile",
         "trace",
@@ -133,6 +134,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  #: name of the job and of its folder under runs/
     bind: str = ""  #: address[:port] on which the coordinator listens
     page: str = "auto"  #: the web page: auto (loopback, where its extra is installed), off, [ADDRESS:]PORT
+    page_host: tuple[str, ...] = ()  #: names by which browsers ask for the page through a proxy
     sink: tuple[str, ...] = ()  #: where metrics go besides: tensorboard (where installed), mlflow://…, or off
     hosts: str = ""  #: a:4,b:4 — workers per host
     server_hosts: str = ""  #: a,b — hosts of servers, in turn; those of workers if not said
@@ -188,7 +190,7 @@ def check_known(values: Mapping[str, Any], source: str) -> dict[str, Any]:
             known, near = ", ".join(sorted(_FIELDS)), difflib.get_close_matches(key, _FIELDS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{source}: unknown setting {key!r}; choose from: {known}{hint}")
-        if key in ("stop", "sink") and isinstance(value, str):
+        if key in ("stop", "sink", "page_host") and isinstance(value, str):
             value = (value,)  # one needs no list
         if key == "stages" and value == "auto":
             value = 0

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.patience import PATIENCE
@@ -82,9 +82,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder: pathlib.Path, name: str = "now") -> Iterator[Served]:
+def served(folder: pathlib.Path, name: str = "now", page_hosts: Sequence[str] = ()) -> Iterator[Served]:
     job = PlayedJob()
-    server = serving.PageServer(serving.listen("auto"), Access("job", bytes(32)), folder, name, job)
+    server = serving.PageServer(serving.listen("auto"), Access("job", bytes(32)), folder, name, job, page_hosts)
     server.start()
     try:
         yield Served(server, job)

@@ -19,6 +19,7 @@ from syncline.core.media import Histogram, Image, MediaItem
 from syncline.core.series import point
 from syncline.errors import ConfigError
 from syncline.page import serving
+from syncline.page.hosts import hosts_of, page_hosts_of
 from syncline.stats import JobLook
 from syncline.store.series import SeriesWriter
 
@@ -93,10 +94,51 @@ def test_other_sites_and_other_names_are_refused(page: Served) -> None:
         for path in EVERYTHING:
             assert page.get(path, {**page.token, **headers})[0] == 403
     assert page.get("/", {**page.token, "Host": f"evil.example:{page.port}"})[0] == 421
-    assert page.get("/", {**page.token, "Host": f"localhost:{page.port}"})[0] == 200
-    assert page.get("/", {**page.token, "Host": "localhost:1"})[0] == 421
+    for own in (f"localhost:{page.port}", "LOCALHOST:8080", "localhost", "127.0.0.1:1", "[::1]:8080"):
+        assert page.get("/", {**page.token, "Host": own})[0] == 200, "through a tunnel its port is another one"
+    for other in ("localhost.evil.example:8080", "127.0.0.1.evil.example", "evil.example", "localhost:x", "", ":80"):
+        assert page.get("/", {**page.token, "Host": other})[0] == 421, other
     status, headers, _ = page.get("/api/v1/runs", {**page.token, "Origin": page.server.address})
     assert status == 200 and not any(name.startswith("access-control") for name in headers)
+    other_port = {**page.token, "Origin": "http://localhost:1", "Host": f"localhost:{page.port}"}
+    assert page.get("/api/v1/runs", other_port)[0] == 403, "another server of the reader's own machine"
+
+
+def test_a_proxy_gives_the_page_another_name(tmp_path: pathlib.Path) -> None:
+    """Its readers ask for that name, and their cookie travels by TLS only. Without the option no header is believed."""
+    with served(tmp_path, page_hosts=["jobs.example.org, Other:8443", "third"]) as page:
+        for name in ("jobs.example.org", "JOBS.example.org:443", "other:8443", "third:1", f"127.0.0.1:{page.port}"):
+            assert page.get("/", {**page.token, "Host": name})[0] == 200, name
+        for name in ("other:8444", "other", "evil.example", "x.jobs.example.org"):
+            assert page.get("/", {**page.token, "Host": name})[0] == 421, name
+        asked = {**page.token, "Origin": "https://jobs.example.org", "Host": f"127.0.0.1:{page.port}"}
+        assert page.get("/api/v1/runs", asked)[0] == 200, "a proxy may send the address that it reaches the page by"
+        assert page.get("/api/v1/runs", {**asked, "Origin": "https://evil.example"})[0] == 403
+        assert "; Secure" in cookie_of(page, {"X-Forwarded-Proto": "https", "Host": "jobs.example.org"})
+        assert "; Secure" not in cookie_of(page, {"Host": "jobs.example.org"})
+    with served(tmp_path) as page:
+        assert "; Secure" not in cookie_of(page, {"X-Forwarded-Proto": "https"}), "the browser would not send it"
+
+
+def cookie_of(page: Served, headers: dict[str, str]) -> str:
+    path = page.server.new_link().removeprefix(page.server.address)
+    status, told, _ = page.get(path, headers)
+    assert status == 200
+    return told["set-cookie"]
+
+
+@pytest.mark.parametrize("said", ["a b", "http://x", "x:", "x:y", "*", "a/b", "[::1"])
+def test_a_wrong_name_of_a_proxy_is_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="--page-host"):
+        page_hosts_of([said])
+
+
+def test_looking_at_a_link_does_not_use_it_up(page: Served) -> None:
+    """Programs that pass links on ask for their head first: the reader came second, and was refused."""
+    path = page.server.new_link().removeprefix(page.server.address)
+    status, headers, _ = page.get(path, {}, "HEAD")
+    assert status == 401 and "set-cookie" not in headers
+    assert page.get(path, {})[0] == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
@@ -384,7 +426,7 @@ def test_where_the_page_listens() -> None:
         sock = serving.listen(where)
         try:
             assert sock.getsockname()[0] in ("127.0.0.1", "::1")
-            assert serving.address_of(sock).removeprefix("http://") in serving.hosts_of(sock)
+            assert hosts_of(sock).allows(serving.address_of(sock).removeprefix("http://"))
         finally:
             sock.close()
     for where in ("x:y", "127.0.0.1:99999", "1:2:x", "-1"):

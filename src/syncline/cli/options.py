@@ -146,6 +146,14 @@ def _options(
             help="Where the web page is, or off. [default: a free port of loopback, with the extra `page`]",
         ),
     ] = None,
+    page_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which browsers ask for the page, where it is behind a proxy. Several: with commas, or "
+            "said several times.",
+        ),
+    ] = None,
     sink: Annotated[
         list[str] | None,
         typer.Option(

@@ -15,6 +15,7 @@ from syncline.errors import ConfigError
 from syncline.launch.watching import ask
 from syncline.page import serving
 from syncline.page.access import Access
+from syncline.page.hosts import page_hosts_of
 
 
 def page(
@@ -30,6 +31,10 @@ def page(
             show_default=False,
         ),
     ] = "auto",
+    page_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Without JOB: a name by which browsers ask for the page through a proxy."),
+    ] = None,
     runs: RunsOption = None,
 ) -> None:
     """Prints a link to a job's web page; without JOB, serves the runs that have ended.
@@ -52,8 +57,9 @@ def page(
     folder = runs_folder(runs)
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}/ with runs; --runs DIR names another one")
+    hosts = page_hosts_of(page_host or ())
     access = Access(secrets.token_hex(8), secrets.token_bytes(32))
-    server = serving.PageServer(serving.listen(at), access, folder, "", None)
+    server = serving.PageServer(serving.listen(at), access, folder, "", None, hosts)
     sys.stdout.write(f"{server.new_link()}\nthe runs in {folder}/, until Ctrl-C\n")
     sys.stdout.flush()
     try:

@@ -86,7 +86,7 @@ def run_coordinator(
     sinks = _begin_sinks(file, coordinator, recorder)
     recorder.start()
     coordinator.tracing.start(file.folder)
-    page_server = _begin_page(file, page, access, recorder)
+    page_server = _begin_page(file, page, access, recorder, coordinator.config.page_host)
     coordinator.start_deadline()
     coordinator.wait()
     threading.Event().wait(LINGER_SECONDS)
@@ -122,13 +122,15 @@ def _new_link(page: PagePlan | None, access: Access) -> str:
     return link_of(page.sock, access.new_code(time.time())) if page is not None else ""
 
 
-def _begin_page(file: JobFile, page: PagePlan | None, access: Access, recorder: Recorder) -> PageServer | None:
+def _begin_page(
+    file: JobFile, page: PagePlan | None, access: Access, recorder: Recorder, hosts: Sequence[str]
+) -> PageServer | None:
     """Starts the page's thread."""
     if page is None:
         return None
     if page.code:
         access.add_code(page.code, time.time())
-    server = PageServer(page.sock, access, file.folder.parent, file.folder.name, recorder)
+    server = PageServer(page.sock, access, file.folder.parent, file.folder.name, recorder, hosts)
     _write_token(file, access)
     server.start()
     return server

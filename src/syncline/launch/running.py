@@ -40,6 +40,7 @@ from syncline.launch.saving import settle_saving
 from syncline.launch.watching import Watching, ask_to_save
 from syncline.net import tcp
 from syncline.page import serving
+from syncline.page.hosts import page_hosts_of
 from syncline.sinks.choosing import choices
 
 
@@ -280,6 +281,7 @@ def page_socket(config: JobConfig) -> socket.socket | None:
         return None
     if not is_there:
         raise ConfigError(f"--page {config.page}: the page needs the extra: pip install 'syncline[page]'")
+    page_hosts_of(config.page_host)  # what is wrong there is said before anything starts
     return serving.listen(config.page)
 
 

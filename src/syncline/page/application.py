@@ -23,6 +23,7 @@ from starlette.routing import Route
 from syncline.errors import StoreError
 from syncline.page.access import COOKIE_SECONDS, Access
 from syncline.page.connections import LET_IN
+from syncline.page.hosts import Hosts
 from syncline.page.live import MOST_STREAMS, LiveJob, Streams
 from syncline.page.openapi import description
 from syncline.page.openmetrics import CONTENT_TYPE, exposition
@@ -66,7 +67,7 @@ FILES = {
 class Page:
     """The application of one job, or of the runs of a folder. `hosts`: what a request may name as its Host."""
 
-    def __init__(self, access: Access, runs: Runs, hosts: frozenset[str], job: LiveJob | None = None) -> None:
+    def __init__(self, access: Access, runs: Runs, hosts: Hosts, job: LiveJob | None = None) -> None:
         self._access, self._runs, self._hosts, self._job = access, runs, hosts, job
         self.streams = Streams(job) if job is not None else None
         routes = [
@@ -103,8 +104,10 @@ class Page:
         await (refusal or self._app)(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        if request.headers.get("host", "").lower() not in self._hosts:
-            return _error(421, "this address is not the one that the page was made for")
+        if not self._hosts.allows(request.headers.get("host", "")):
+            return _error(
+                421, "the page is not for this name; start the job with --page-host NAME to use another one"
+            )
         if request.method not in ("GET", "HEAD"):
             return _error(405, "only GET and HEAD are possible")
         path = request.url.path
@@ -113,7 +116,7 @@ class Page:
         if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return _error(403, "another site asks for this")
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2].lower() not in self._hosts:
+        if origin is not None and not self._is_own(origin, request.headers["host"]):
             return _error(403, "another site asks for this")
         if self._is_allowed(request):
             request.scope.get(LET_IN, _nothing)()
@@ -121,6 +124,11 @@ class Page:
         if path == "/":
             return HTMLResponse(_CLOSED, 401)
         return _error(401, "open the page by its link first: syncline page JOB prints one")
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Whether the page itself asks. Behind a proxy it may have another name than this request."""
+        said = origin.partition("://")[2].lower()
+        return said == host.lower() or (self._hosts.is_proxied and self._hosts.allows(said))
 
     def _is_allowed(self, request: Request) -> bool:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -137,13 +145,24 @@ class Page:
     # -- the page -----------------------------------------------------------------------------------------
 
     async def _open(self, request: Request) -> Response:
-        """Redeems the code of a link. The page then loads itself: that request comes from this site."""
+        """Redeems the code of a link. The page then loads itself: that request comes from this site.
+
+        HEAD does not: what looks at a link before its reader does must not use it up.
+        """
+        if request.method == "HEAD":
+            return HTMLResponse(_CLOSED, 401)
         cookie = self._access.redeem(request.query_params.get("code", ""), time.time())
         if cookie is None:
             return HTMLResponse(_CLOSED, 401)
         answer = HTMLResponse(_OPENED)
         answer.set_cookie(
-            self._access.cookie_name, cookie, max_age=COOKIE_SECONDS, path="/", httponly=True, samesite="strict"
+            self._access.cookie_name,
+            cookie,
+            max_age=COOKIE_SECONDS,
+            path="/",
+            httponly=True,
+            samesite="strict",
+            secure=self._hosts.is_proxied and request.headers.get("x-forwarded-proto", "").lower() == "https",
         )
         return answer
 

@@ -14,11 +14,13 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import ConfigError
 from syncline.net import tcp
 from syncline.page.access import Access
+from syncline.page.hosts import hosts_of
 from syncline.page.live import LiveJob
 from syncline.page.runs import Runs
 
@@ -38,10 +40,17 @@ class PageServer:
     """Serves the page on a socket that listens already."""
 
     def __init__(
-        self, sock: socket.socket, access: Access, folder: pathlib.Path, name: str, job: LiveJob | None
+        self,
+        sock: socket.socket,
+        access: Access,
+        folder: pathlib.Path,
+        name: str,
+        job: LiveJob | None,
+        page_hosts: Sequence[str] = (),
     ) -> None:
-        """`folder`: with one folder per run. `name`: of the run that goes on; "": none."""
+        """`folder`: with one folder per run. `name`: of the run that goes on; "": none. `page_hosts`: --page-host."""
         self._sock, self.access, self._folder, self._name, self._job = sock, access, folder, name, job
+        self._page_hosts = page_hosts
         self._closed = threading.Event()
         self._server: Any = None
         self._page: Page | None = None
@@ -86,7 +95,7 @@ class PageServer:
         from syncline.page.connections import BACKLOG, MOST_CONNECTIONS, BoundedProtocol
 
         runs = Runs(self._folder, self._name or None)
-        page = self._page = Page(self.access, runs, hosts_of(self._sock), self._job)
+        page = self._page = Page(self.access, runs, hosts_of(self._sock, self._page_hosts), self._job)
         settings = uvicorn.Config(
             page,
             http=BoundedProtocol,
@@ -138,24 +147,6 @@ def address_of(sock: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def hosts_of(sock: socket.socket) -> frozenset[str]:
-    """What a request may name as its Host: the address, and the names that mean it here."""
-    host, port = sock.getsockname()[:2]
-    names = {host, f"[{host}]"}
-    if host in ("127.0.0.1", "::1", "0.0.0.0", "::"):
-        names |= {"localhost", "127.0.0.1", "[::1]"}
-    if host in ("0.0.0.0", "::"):
-        own = socket.gethostname()
-        names |= {own, own.partition(".")[0], socket.getfqdn()}
-        with contextlib.suppress(OSError):
-            found = {str(info[4][0]) for info in socket.getaddrinfo(own, None)}
-            names |= found | {f"[{one}]" for one in found if ":" in one}
-    elif not host.startswith("127."):
-        with contextlib.suppress(OSError):
-            names.add(socket.getfqdn(host))
-    return frozenset(f"{name}:{port}".lower() for name in names)
 
 
 def new_code() -> str:
