@@ -16,7 +16,7 @@ from syncline.core.media import MediaItem, ReportedMedia
 from syncline.errors import ConfigError
 from syncline.sinks import choosing, thread
 from syncline.sinks.choosing import Choice, choices
-from syncline.sinks.sink import SinkError, SinkRun, Spacing
+from syncline.sinks.sink import SinkError, SinkRefusal, SinkRun, Spacing
 from syncline.sinks.thread import SinkThread
 from syncline.stats import JobFigures, JobLook
 
@@ -129,6 +129,43 @@ def test_a_bug_of_a_package_fails_no_job(made: Any) -> None:
     until(lambda: bool(said))
     own.close(has_failed=False)
     assert len(said) == 1 and "ImportError: libwhatever.so is missing" in said[0]
+
+
+def test_looks_wait_for_a_sink_that_cannot_be_made_yet(made: Any) -> None:
+    """Each attempt took one look with it."""
+    sink, may = Played(), threading.Event()
+
+    def make(run: SinkRun) -> Any:
+        if not may.is_set():
+            raise SinkError("the server is away")
+        return sink
+
+    own, _, said = made(make)
+    for number in range(1, 20):
+        own.take(look(number), ())
+    until(lambda: bool(said))
+    may.set()
+    own.close(has_failed=False)
+    assert sink.looks == list(range(1, 20))
+
+
+def test_a_refusal_is_said_and_nothing_waits(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest was taken: the next look is written at once, not after the time that trouble takes."""
+    monkeypatch.setattr(thread, "AGAIN_SECONDS", PATIENCE)
+
+    class Refusing(Played):
+        def write(self, look: JobLook, media: Sequence[ReportedMedia]) -> None:
+            super().write(look, media)
+            if look.number == 1:
+                raise SinkRefusal("the metric x is refused, and left out: it is odd")
+
+    sink = Refusing()
+    own, _, said = made(lambda run: sink)
+    for number in range(1, 5):
+        own.take(look(number), ())
+    until(lambda: sink.looks == [1, 2, 3, 4])
+    own.close(has_failed=False)
+    assert said == ["played: the metric x is refused, and left out: it is odd; the rest goes on"]
 
 
 def test_looks_with_nothing_new_are_not_taken(made: Any) -> None:

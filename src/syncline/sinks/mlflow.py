@@ -6,10 +6,11 @@ coordinator that starts again goes on with the same run.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,13 +18,17 @@ import msgspec
 from syncline import config as configuration
 from syncline.core.media import ReportedMedia
 from syncline.core.sinks import SinkPlace
-from syncline.sinks.sink import SinkError, SinkRun, Spacing
+from syncline.sinks.sink import SinkError, SinkRefusal, SinkRun, Spacing
 from syncline.stats import JobLook
 
 EXPERIMENT = "syncline"
 NOTE = "mlflow.json"
 #: What the API takes in one call.
 MOST_METRICS, MOST_PARAMS, MOST_LETTERS = 1_000, 100, 500
+#: Answers of the API about what a call brings. Others are about the server, or about who asks.
+REFUSALS = frozenset({400, 409, 413, 422})
+#: Images, histograms and texts that wait while the server is away.
+MOST_DUE = 50
 #: Between two calls.
 BATCH_SECONDS = 5.0
 #: Readings, and media, before they get sparser.
@@ -55,6 +60,9 @@ class MlflowSink:
         self._client: Any = mlflow.MlflowClient(_uri(place.where))
         self._run_id, self._has_params = "", False
         self._waiting: list[Any] = []
+        self._due: collections.deque[ReportedMedia] = collections.deque(maxlen=MOST_DUE)
+        self._refused: set[str] = set()  # metrics that the server will never take
+        self._refusals: list[str] = []  # to be said
         self._sent_at = 0.0
         self._readings = Spacing(FULL_READINGS, 1.0)
         self._figures = Spacing(FULL_READINGS, FIGURES_SECONDS)
@@ -71,15 +79,15 @@ class MlflowSink:
         ]
         self._waiting += [self._metric(name, value, round(1000 * at), step) for name, step, at, value in told]
         del self._waiting[: -10 * MOST_METRICS]  # while the server is away
-        kept = [one for one in media if self._media.lets_pass(one.item.name, one.at)]
-        if not kept and figures.at - self._sent_at < BATCH_SECONDS:
+        self._due.extend(one for one in media if self._media.lets_pass(one.item.name, one.at))
+        if not self._due and figures.at - self._sent_at < BATCH_SECONDS:
             return
         self._sent_at = figures.at
         with _trouble(self._place):
             self._begin()
             self._send()
-            for _, _, item in kept:
-                self._log(item.name, f"{item.step:012d}.{SUFFIXES[item.kind]}", item.content)
+            self._send_media()
+        self._tell_refusals()
 
     def _begin(self) -> None:
         """The run of this job, with its parameters: the one that an earlier coordinator has made, or a new one."""
@@ -110,12 +118,57 @@ class MlflowSink:
             if value != "" and key not in known
         ]
         for k in range(0, len(params), MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=params[k : k + MOST_PARAMS])
+            self._offer(
+                "settings", lambda part: self._client.log_batch(self._run_id, params=part), params[k:][:MOST_PARAMS]
+            )
 
     def _send(self) -> None:
         while self._waiting:
-            self._client.log_batch(self._run_id, metrics=self._waiting[:MOST_METRICS])
+            part = [one for one in self._waiting[:MOST_METRICS] if one.key not in self._refused]
+            self._offer_metrics(part)
             del self._waiting[:MOST_METRICS]
+
+    def _offer_metrics(self, metrics: list[Any]) -> None:
+        """What the server refuses must not hold up the rest: the metric that it is about is found by halving."""
+        if not metrics:
+            return
+        names = sorted({one.key for one in metrics})
+        try:
+            self._client.log_batch(self._run_id, metrics=metrics)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            if len(names) == 1:
+                self._refused.add(names[0])
+                self._refusals.append(f"the metric {names[0]} is refused, and left out: {_told(error)}")
+                return
+            first = set(names[: len(names) // 2])
+            self._offer_metrics([one for one in metrics if one.key in first])
+            self._offer_metrics([one for one in metrics if one.key not in first])
+
+    def _send_media(self) -> None:
+        while self._due:
+            item = self._due[0].item
+            file = f"{item.step:012d}.{SUFFIXES[item.kind]}"
+            self._offer(
+                f"the {item.kind} {item.name}", lambda part: self._log(*part), (item.name, file, item.content)
+            )
+            self._due.popleft()
+
+    def _offer(self, what: str, send: Callable[[Any], None], part: Any) -> None:
+        """Sends it; what is refused is left out."""
+        try:
+            send(part)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            self._refusals.append(f"{what} is refused, and left out: {_told(error)}")
+
+    def _tell_refusals(self) -> None:
+        if self._refusals:
+            told, self._refusals = self._refusals, []
+            more = f"; {len(told) - 1} more likewise" if len(told) > 1 else ""
+            raise SinkRefusal(told[0] + more)
 
     def _log(self, name: str, file: str, content: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +180,9 @@ class MlflowSink:
         with _trouble(self._place):
             self._begin()
             self._send()
+            self._send_media()
             self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
+        self._tell_refusals()
 
 
 def _uri(where: str) -> str | None:
@@ -141,9 +196,18 @@ def _trouble(place: SinkPlace) -> Any:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
         where = place.where or "MLFLOW_TRACKING_URI"
-        raise SinkError(f"MLflow at {where}: {type(error).__name__}: {said}") from error
+        raise SinkError(f"MLflow at {where}: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the same call would be refused again: the server, or its client, has looked at what it was given."""
+    status = getattr(error, "get_http_status_code", None)
+    return callable(status) and status() in REFUSALS
 
 
 def _read_note(folder: pathlib.Path) -> MlflowNote | None:

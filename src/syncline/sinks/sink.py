@@ -13,7 +13,14 @@ from syncline.stats import JobLook
 
 
 class SinkError(Exception):
-    """A sink cannot take anything now; the text says why and what helps. Later looks are tried again."""
+    """A sink cannot take anything now; the text says why and what helps.
+
+    A sink keeps what it could not write, up to a bound, and writes it with a later look.
+    """
+
+
+class SinkRefusal(Exception):
+    """A sink will never take a part of what it was given; the text says which, and why. It goes on with the rest."""
 
 
 class SinkRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +33,10 @@ class SinkRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sink(Protocol):
-    """Takes what is seen of a job. All calls come from one thread, which may wait; they raise SinkError."""
+    """Takes what is seen of a job. All calls come from one thread, which may wait.
+
+    They raise SinkError, or SinkRefusal when they are done with the rest.
+    """
 
     def write(self, look: JobLook, media: Sequence[ReportedMedia]) -> None:
         """A look at the job, once a second: its readings, figures and events, and images, histograms and texts."""

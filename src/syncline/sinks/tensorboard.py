@@ -5,6 +5,7 @@ TensorFlow is not loaded, also where it is installed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import os
@@ -23,6 +24,8 @@ from syncline.stats import JobLook
 FOLDER = "tensorboard"
 #: Bytes before readings get sparser: a week stays below 100 MB, see Spacing.
 FULL_BYTES = 4_000_000
+#: Records that wait for a disk that is full; of more, the oldest are left out.
+MOST_DUE = 10_000
 #: Between two images, histograms or texts of one name: tensorboard adds up their bytes in Python.
 MEDIA_SECONDS = 10.0
 #: Of the job as a whole, besides its metrics.
@@ -42,6 +45,7 @@ class TensorBoardSink:
         self._folder, self._make = run.folder / FOLDER, RecordWriter
         self._file: Any = None
         self._writer: Any = None
+        self._due: collections.deque[bytes] = collections.deque(maxlen=MOST_DUE)
         self._scalars = Spacing(FULL_BYTES, num_passed=_bytes_in(self._folder))
         self._figures = Spacing(FULL_BYTES, FIGURES_SECONDS)
         self._media = Spacing(FULL_BYTES, MEDIA_SECONDS)
@@ -49,14 +53,19 @@ class TensorBoardSink:
 
     def write(self, look: JobLook, media: Sequence[ReportedMedia]) -> None:
         events = [*self._readings(look), *self._job_figures(look), *self._shown(media)]
-        if not events:
+        self._due.extend(event.SerializeToString() for event in events)
+        self._write_due()
+
+    def _write_due(self) -> None:
+        if not self._due:
             return
         try:
             if self._writer is None:
                 self._open()
-            for event in events:
-                self._writer.write(event.SerializeToString())
+            for event in self._due:
+                self._writer.write(event)
             self._writer.flush()
+            self._due.clear()
         except OSError as error:
             self._drop()
             raise SinkError(
@@ -148,7 +157,10 @@ class TensorBoardSink:
         self._file = self._writer = None
 
     def close(self, *, has_failed: bool) -> None:
-        self._drop()
+        try:
+            self._write_due()
+        finally:
+            self._drop()
 
 
 def _bytes_in(folder: pathlib.Path) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from syncline.core.media import ReportedMedia
 from syncline.sinks.choosing import Choice
-from syncline.sinks.sink import Sink, SinkError, SinkRun
+from syncline.sinks.sink import Sink, SinkError, SinkRefusal, SinkRun
 from syncline.stats import JobLook
 
 #: A sink is made after so long, or at the end: a short job does not pay for imports beside its training.
@@ -20,6 +20,8 @@ MOST_WAITING = 300
 #: After trouble, the next attempt; and the next time that the same trouble is said.
 AGAIN_SECONDS = 30.0
 SILENT_SECONDS = 3_600.0
+#: Refusals that are said.
+MOST_REFUSALS = 20
 #: For what waits, at the end of the job.
 END_SECONDS = 10.0
 
@@ -33,7 +35,7 @@ class SinkThread:
             maxlen=MOST_WAITING
         )
         self._wake, self._closed = threading.Event(), threading.Event()
-        self._has_failed = False
+        self._has_failed, self._num_refusals = False, 0
         self._sink: Sink | None = None
         self._not_before = self._silent_until = float("-inf")
         self._thread = threading.Thread(target=self._work, name=f"sink {choice.name}", daemon=True)
@@ -70,7 +72,11 @@ class SinkThread:
             self._attempt(lambda sink: sink.close(has_failed=self._has_failed))
 
     def _write_waiting(self) -> None:
+        """Looks wait here until there is a sink; what a sink cannot write then, it keeps itself."""
         while self._waiting and time.monotonic() >= self._not_before:
+            self._attempt(_begin)
+            if self._sink is None:
+                return
             look, media = self._waiting.popleft()
             self._attempt(functools.partial(_write, look, media))
 
@@ -79,6 +85,10 @@ class SinkThread:
             if self._sink is None:
                 self._sink = self._choice.make(self._run)
             act(self._sink)
+        except SinkRefusal as refusal:
+            if self._num_refusals < MOST_REFUSALS:
+                self._num_refusals += 1
+                self._log(f"{self._choice.name}: {refusal}; the rest goes on")
         except SinkError as error:
             self._failed(str(error))
         except Exception as error:  # of a package that we do not know: no reason to fail a job
@@ -89,6 +99,10 @@ class SinkThread:
         if time.monotonic() >= self._silent_until:
             self._silent_until = time.monotonic() + SILENT_SECONDS
             self._log(f"{self._choice.name} cannot take readings: {trouble}; the job goes on, and tries it again")
+
+
+def _begin(sink: Sink) -> None:
+    """Makes it, where there is none yet."""
 
 
 def _write(look: JobLook, media: Sequence[ReportedMedia], sink: Sink) -> None:
