@@ -238,6 +238,15 @@ class JobVerdict(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0  #: wall clock
 
 
+class MemberCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of one life of a member. They only rise, so a rate over any time can be made from them."""
+
+    sent_bytes: int = 0  #: over sockets, and pushed through shared memory
+    received_bytes: int = 0
+    cpu_seconds: float = 0.0
+    num_samples: int = 0  #: of a worker: read
+
+
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One member over the last second or so. Durations are seconds of one step, in the mean."""
 
@@ -269,6 +278,7 @@ class MemberFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     heard_seconds: float = 0.0
     rtt_seconds: float = 0.0
     pid: int = 0
+    counts: MemberCounts = MemberCounts()
 
 
 class JobFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

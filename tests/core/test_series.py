@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from syncline.core.observing import JobTotals, MemberTotals, Observer
 from syncline.core.series import Curve, Point, merge_points, merged, most_points, point, slot_of
-from syncline.stats import MemberStats, MemberStatus, ProcessStats, ServerStats, StepTimes, Wait, WireStats
+from syncline.stats import (
+    MemberCounts,
+    MemberStats,
+    MemberStatus,
+    ProcessStats,
+    ServerStats,
+    StepTimes,
+    Wait,
+    WireStats,
+)
 
 
 @given(st.lists(st.floats(allow_nan=True, width=32), min_size=1, max_size=60), st.integers(1, 5))
@@ -74,6 +83,7 @@ def test_rates_are_of_the_time_since_the_last_look() -> None:
     assert (look.steps_per_second, look.samples_per_second, own.cores, own.num_steps) == (5.0, 160.0, 1.5, 10)
     assert math.isclose(own.compute, 0.1) and math.isclose(own.data, 0.05) and math.isclose(own.wait, 0.2)
     assert (own.sent_per_second, own.peers) == (450.0, {"server-0": 350.0, "server-1": 100.0})
+    assert own.counts == MemberCounts((1 << 30) + 900, 0, 103.0, 32 * 1010), "totals: a scrape makes its own rates"
 
 
 def test_what_is_told_more_rarely_than_it_is_looked_at_has_smooth_rates() -> None:

@@ -13,13 +13,22 @@ from tests.patience import PATIENCE
 
 from syncline.page import serving
 from syncline.page.access import Access
-from syncline.stats import Event, JobFigures, JobLook, JobVerdict, MemberFigures, Wait
+from syncline.stats import Event, JobFigures, JobLook, JobVerdict, MemberCounts, MemberFigures, Wait
 
 
 def look(number: int, **figures: Any) -> JobLook:
     members = (
         MemberFigures(name="server-0", role="server", num_rounds=3, apply=0.001, parameter_bytes=100),
-        MemberFigures(name="worker-0", role="worker", step=number, num_steps=3, compute=0.1, wait=0.01, pid=7),
+        MemberFigures(
+            name="worker-0",
+            role="worker",
+            step=number,
+            num_steps=3,
+            compute=0.1,
+            wait=0.01,
+            pid=7,
+            counts=MemberCounts(10 * number, 20 * number, 0.5 * number, 30 * number),
+        ),
     )
     known: dict[str, Any] = {"members": members, "staleness_counts": (5, 2, 1), "readings": {"loss": 0.5}, **figures}
     return JobLook(

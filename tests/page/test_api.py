@@ -105,7 +105,7 @@ def test_other_sites_and_other_names_are_refused(page: Served) -> None:
 
 
 def test_a_proxy_gives_the_page_another_name(tmp_path: pathlib.Path) -> None:
-    """Its readers ask for that name, and their cookie travels by TLS only. Without the option no header is believed."""
+    """Its readers ask for that name, and their cookie travels by TLS only; else no header of it is believed."""
     with served(tmp_path, page_hosts=["jobs.example.org, Other:8443", "third"]) as page:
         for name in ("jobs.example.org", "JOBS.example.org:443", "other:8443", "third:1", f"127.0.0.1:{page.port}"):
             assert page.get("/", {**page.token, "Host": name})[0] == 200, name
@@ -254,6 +254,10 @@ def test_prometheus_can_read_the_metrics(page: Served) -> None:
     assert values[("syncline_members", "worker")] == 1 and values[("syncline_longest_wait_seconds",)] == 2.0
     assert values[("syncline_member_step_seconds", "worker-0", "compute")] == 0.1
     assert values[("syncline_verdict", "straggler", "worker-0")] == 1
+    totals = ("member_sent_bytes", "member_received_bytes", "member_cpu_seconds", "worker_samples")
+    assert [values[(f"syncline_{name}_total", "", "worker-0", "worker")] for name in totals] == [30, 60, 1.5, 90]
+    assert ("syncline_worker_samples_total", "", "server-0", "server") not in values
+    assert all(families[f"syncline_{name}"].type == "counter" for name in totals), "what rate() needs"
     assert values[("syncline_staleness_updates_bucket", "1.0")] == 7
 
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from syncline.stats import EpochProgress, JobFigures, MemberFigures, MemberStats, MemberStatus, StepTimes, Wait
+from syncline.stats import (
+    EpochProgress,
+    JobFigures,
+    MemberCounts,
+    MemberFigures,
+    MemberStats,
+    MemberStatus,
+    StepTimes,
+    Wait,
+)
 
 #: Below this a rate of bytes is not worth a line in a picture.
 LEAST_BYTES_PER_SECOND = 1.0
@@ -183,6 +192,12 @@ class Observer:
             heard_seconds=status.heard_seconds,
             rtt_seconds=status.rtt_seconds,
             pid=status.pid,
+            counts=MemberCounts(
+                now.stats.wire.bytes_sent + now.shared_bytes,
+                now.stats.wire.bytes_received,
+                round(now.stats.process.cpu_seconds, 3),
+                now.samples,
+            ),
         )
 
     def _note_staleness(self, members: Sequence[MemberTotals]) -> None:

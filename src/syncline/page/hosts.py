@@ -22,7 +22,9 @@ _NAME = re.compile(r"(?:[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_.])?|\[[0-9a-f:.]+\])(?:
 class Hosts:
     """What a request may name as its Host."""
 
-    def __init__(self, exact: frozenset[str], any_port: frozenset[str] = frozenset(), *, is_proxied: bool = False):
+    def __init__(
+        self, exact: frozenset[str], any_port: frozenset[str] = frozenset(), *, is_proxied: bool = False
+    ) -> None:
         """`exact`: NAME:PORT; `any_port`: NAME; `is_proxied`: what a proxy says of a request is believed."""
         self._exact, self._any_port, self.is_proxied = exact, any_port, is_proxied
 

@@ -85,11 +85,23 @@ def _of_members(members: tuple[MemberFigures, ...]) -> Iterator[Metric]:
                 family.add_metric([member.name, member.role, member.host], getattr(member, field))
         return family
 
+    def counter(name: str, text: str, field: str, role: str = "") -> Metric:
+        """Of one life: it begins at zero again when a member is started again."""
+        family = CounterMetricFamily(name, text, labels=["member", "role", "host"])
+        for member in members:
+            if not role or member.role == role:
+                family.add_metric([member.name, member.role, member.host], getattr(member.counts, field))
+        return family
+
     yield gauge("syncline_member_memory_bytes", "Resident memory.", "memory_bytes")
     yield gauge("syncline_member_gpu_memory_bytes", "Memory held on GPUs.", "gpu_bytes")
     yield gauge("syncline_member_busy_cores", "Cores kept busy.", "cores")
     yield gauge("syncline_member_sent_bytes_per_second", "Bytes sent.", "sent_per_second")
     yield gauge("syncline_member_received_bytes_per_second", "Bytes received.", "received_per_second")
+    yield counter("syncline_member_cpu_seconds", "Processor time used.", "cpu_seconds")
+    yield counter("syncline_member_sent_bytes", "Bytes sent.", "sent_bytes")
+    yield counter("syncline_member_received_bytes", "Bytes received.", "received_bytes")
+    yield counter("syncline_worker_samples", "Samples read.", "num_samples", "worker")
     yield gauge("syncline_member_heard_seconds", "Time since it was last heard of.", "heard_seconds")
     yield gauge("syncline_member_rtt_seconds", "Round-trip time to the coordinator.", "rtt_seconds")
     yield gauge("syncline_worker_lag_steps", "Steps behind the fastest worker.", "lag", "worker")
