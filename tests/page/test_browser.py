@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.page.browsing import opened, wait_until
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 pytestmark = pytest.mark.page
@@ -97,39 +98,9 @@ def job(tmp_path: pathlib.Path) -> Iterator[RunningJob]:
         found.end()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-def opened(browser: Any, link: str, **settings: Any) -> tuple[Any, list[str]]:
-    """A page in a fresh profile, and what its console says against it."""
-    page = browser.new_context(**settings).new_page()
-    page.set_default_timeout(1e3 * PATIENCE)
-    errors: list[str] = []
-    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(link)
-    page.wait_for_selector("body[data-ready]", timeout=1e3 * PATIENCE)
-    return page, errors
-
-
 def step_of(page: Any) -> int:
     text = page.locator(".tile:has(.label:text-is('step')) .value").inner_text()
     return int(text.replace(",", "")) if text.replace(",", "").isdecimal() else 0
-
-
-def wait_until(page: Any, expression: str) -> None:
-    """The page's own policy forbids the evaluation that playwright waits by."""
-    until = time.monotonic() + PATIENCE
-    while not page.evaluate(expression):
-        assert time.monotonic() < until, expression
-        time.sleep(0.05)
 
 
 def test_it_shows_a_running_job_and_follows_it(job: RunningJob, browser: Any) -> None:
@@ -313,7 +284,7 @@ def test_runs_that_have_ended_can_be_opened_and_compared(tmp_path: pathlib.Path,
             wait_until(page, "document.querySelectorAll('#metric-charts canvas').length === 2")
             named = "[...document.querySelectorAll('#metric-charts .names')]"
             wait_until(page, f"{named}.every((one) => one.innerText.includes('one'))")
-            assert "all 1 worker" in page.locator("#notices").inner_text() or page.locator("#notices").inner_text()
+            assert "The job is over: all" in page.locator("#notices").inner_text()
             assert errors == []
         finally:
             server.send_signal(signal.SIGINT)

@@ -1,15 +1,16 @@
 // Puts the page together: asks for a run, listens to its looks, and draws what changed.
 
 import { Chart, joined, PALETTE, redrawAll } from "/charts.js";
-import { curvesOf, get, Run, rowsOfMember } from "/figures.js";
+import { Curves, get, PHASES, Run, rowsOfMember } from "/figures.js";
 import { Media } from "/media.js";
-import { drawLegend, drawShares, drawSplits, drawStaleness, drawTable, PHASES } from "/members.js";
+import { drawLegend, drawShares, drawSplits, drawStaleness, drawTable } from "/members.js";
 import { draw as drawPicture } from "/picture.js";
-import { byName, bytes, clock, color, duration, el, fill, number, percent, seconds } from "/words.js";
+import { bytes, duration, el, fill, number, percent, seconds, when } from "/words.js";
 
 const $ = (id) => document.getElementById(id);
-let run = null, live = null, list = [], axis = "step", chosen = "", isAway = false, awaySince = 0, filter = "", isDue = false;
-const overlays = new Map(); // run -> its curves
+let run = null, live = null, list = [], axis = "step", chosen = "", isAway = false, filter = "", isDue = false, opening = 0, isCatchingUp = false;
+const MOST_CHARTS = 24, CATCH_UP_MS = 2000;
+const overlays = new Map(); // run -> its Curves
 const metricCharts = new Map();
 let stepCharts = [], machineCharts = [], memberCharts = [];
 const media = new Media($("media-cards"), $("media-note"), $("media"), $("media-link"));
@@ -52,52 +53,84 @@ async function begin() {
 function overlayLine(one) {
   const box = el("input", { type: "checkbox", onchange: async () => {
     if (box.checked) {
-      try { overlays.set(one.name, await curvesOf(one.name, (await get(`/api/v1/runs/${encodeURIComponent(one.name)}`)).metrics.slice(0, 64))); } catch (error) { box.checked = false; }
+      try { overlays.set(one.name, await Curves.of(one.name)); } catch (error) { box.checked = false; box.title = error.message; }
     } else overlays.delete(one.name);
     for (const chart of metricCharts.values()) chart.remove();
     metricCharts.clear();
-    drawMetrics();
+    if (run?.isLoaded) drawMetrics();
   } });
   return el("label", {}, box, one.name);
 }
 
+// Nothing of the run before stays. Of two quick choices the later one counts, whichever is loaded first.
 async function open(name) {
-  for (const chart of [...metricCharts.values(), ...stepCharts, ...machineCharts, ...memberCharts]) chart.remove();
-  metricCharts.clear(); stepCharts = []; machineCharts = []; memberCharts = []; chosen = "";
-  fill($("one-member"));
-  if (!name) { fill($("notices"), notice("info", "There are no runs in this folder yet", "Start one: syncline run train.py")); return; }
+  const turn = ++opening;
+  clear();
+  if (!name) { document.body.dataset.ready = "yes"; showNotices([["info", "There are no runs in this folder yet", "Start one: syncline run train.py"]]); return; }
   run = new Run(name);
+  const own = run;
   $("run").value = name;
-  try { await run.load(); } catch (error) { fill($("notices"), notice("bad", `${name} cannot be shown`, error.message)); return; }
+  try { await own.load(shownOf); } catch (error) {
+    if (turn !== opening) return;
+    run = null;
+    document.body.dataset.ready = "yes";
+    showNotices([["bad", `${name} cannot be shown`, error.message]]);
+    $("state").textContent = "not shown"; $("state").className = "chip bad";
+    return;
+  }
+  if (turn !== opening) return;
   makeCharts();
   drawNow();
   media.load(name);
 }
+
+function clear() {
+  run = null; chosen = "";
+  for (const chart of [...metricCharts.values(), ...stepCharts, ...machineCharts, ...memberCharts]) chart.remove();
+  metricCharts.clear(); stepCharts = []; machineCharts = []; memberCharts = [];
+  showNotices([]);
+  for (const place of ["one-member", "tiles", "picture", "splits", "shares", "staleness", "legend", "event-list"]) fill($(place));
+  fill($("member-table").tBodies[0]);
+  for (const note of ["metrics-note", "members-note", "events-note", "foot"]) $(note).textContent = "";
+  $("filter").hidden = $("share-card").hidden = true;
+  $("state").textContent = "…"; $("state").className = "chip";
+  drawnEvents = ""; pictureAt = 0;
+  document.querySelector("#metric-charts > .empty")?.remove();
+  media.load("");
+}
+
 $("run").addEventListener("change", () => { history.replaceState(null, "", `?run=${encodeURIComponent($("run").value)}`); open($("run").value); });
 
 function listen() {
   const source = new EventSource("/api/v1/stream");
   source.addEventListener("look", (event) => {
-    if (isAway) catchUp();
     isAway = false;
     if (run?.name !== live) return;
     const isFirst = !run.look;
     run.add(JSON.parse(event.data));
+    if (!run.isLoaded) return;
     if (isFirst && !stepCharts.length) makeCharts();
+    if (run.hasGap && !isCatchingUp) { isCatchingUp = true; setTimeout(catchUp, CATCH_UP_MS, run); }
     if (run.look?.media?.length) media.later(run.name);
     drawSoon();
   });
   source.addEventListener("error", () => {
-    if (!isAway) awaySince = Date.now();
     isAway = true; drawSoon();
     if (source.readyState === EventSource.CLOSED) setTimeout(() => { source.close(); listen(); }, 2000);
   });
 }
 
-// After a time without looks: what was kept meanwhile is asked for.
-async function catchUp() {
-  if (Date.now() - awaySince < 3000 || run?.name !== live) return;
-  try { const fresh = new Run(live); await fresh.load(); fresh.dead = run.dead; if (run?.name === live) run = fresh; } catch { /* the next look tries again */ }
+// Looks that did not come had events and readings: they are asked for, when they are written.
+async function catchUp(own) {
+  own.hasGap = false;
+  try {
+    const fresh = new Run(own.name);
+    await fresh.load(() => shownOf(own.metrics));
+    own.catchUp(fresh);
+    if (run === own) media.later(own.name);
+  } catch { own.hasGap = true; } // the next look tries it again
+  isCatchingUp = false;
+  if (run === own) drawSoon();
 }
 
 function drawSoon() {
@@ -109,7 +142,7 @@ function drawSoon() {
 // -- drawing --------------------------------------------------------------------------------------------
 
 function drawNow() {
-  if (!run) return;
+  if (!run?.isLoaded) return;
   drawState(); drawNotices(); drawTiles(); drawMetrics(); drawMembers(); drawSeries(); drawEvents();
   document.body.dataset.ready = "yes";
 }
@@ -120,7 +153,7 @@ function drawState() {
   const chip = $("state");
   chip.textContent = text; chip.className = `chip ${kind}`;
   document.title = `${run.name} · Syncline`;
-  $("foot").textContent = figures ? `${run.name} · generation ${figures.generation ?? 0} · term ${figures.term ?? 0} · as of ${clock(figures.at)}` : run.name;
+  $("foot").textContent = figures ? `${run.name} · generation ${figures.generation ?? 0} · term ${figures.term ?? 0} · as of ${when(figures.at)}` : run.name;
 }
 
 function notice(kind, title, text = "") {
@@ -137,7 +170,12 @@ function drawNotices() {
   const dead = run.members.filter((one) => one.dead).map((one) => one.name);
   if (dead.length && !figures?.verdict) found.push(["bad", `${dead.slice(0, 4).join(", ")}${dead.length > 4 ? ` and ${dead.length - 4} more` : ""} ${dead.length > 1 ? "are" : "is"} dead`, "The others go on. The launcher starts members again."]);
   for (const verdict of figures?.verdict ? [] : run.look?.verdicts ?? []) found.push([BAD.has(verdict.kind) ? "bad" : MILD.has(verdict.kind) ? "info" : "warn", verdict.text, verdict.advice ?? ""]);
-  if (run.problem) found.push(["warn", "Some readings of this run cannot be shown", run.problem]);
+  const problem = run.problem || (isAway ? "" : run.curves.problem);
+  if (problem) found.push(["warn", "Some readings of this run cannot be shown", problem]);
+  showNotices(found);
+}
+
+function showNotices(found) {
   const text = JSON.stringify(found);
   if (text === noticed) return;
   noticed = text;
@@ -171,11 +209,15 @@ function drawTiles() {
   fill($("tiles"), ...tiles);
 }
 
+const shownOf = (names) => names.filter((name) => name.toLowerCase().includes(filter)).slice(0, MOST_CHARTS);
+
 function drawMetrics() {
-  const names = run.metrics.filter((name) => name.toLowerCase().includes(filter));
-  $("filter").hidden = run.metrics.length < 7;
-  $("metrics-note").textContent = names.length > 24 ? `24 of ${names.length}: filter for others` : "";
-  const shown = new Set(names.slice(0, 24));
+  if (!run?.isLoaded) return;
+  const names = run.metrics, num_found = names.filter((name) => name.toLowerCase().includes(filter)).length;
+  $("filter").hidden = names.length < 7;
+  $("metrics-note").textContent = num_found > MOST_CHARTS ? `${MOST_CHARTS} of ${number(num_found)}: filter for others` : "";
+  const shown = new Set(shownOf(names));
+  for (const curves of [run.curves, ...overlays.values()]) curves.want([...shown]).then((isNew) => isNew && drawSoon());
   for (const [name, chart] of metricCharts) if (!shown.has(name)) { chart.remove(); metricCharts.delete(name); }
   const others = [...overlays].filter(([name]) => name !== run.name);
   for (const name of shown) {
@@ -185,17 +227,17 @@ function drawMetrics() {
       metricCharts.set(name, chart);
       $("metric-charts").append(chart.element);
     }
-    const own = run.curves[name], began = own.at[0] ?? 0;
+    const own = run.curves.get(name), began = own.at[0] ?? 0;
     const curves = [{ x: own[axis], y: own.value }];
     for (const [, found] of others) {
-      const curve = found[name] ?? { step: [], at: [], value: [] };
+      const curve = found.get(name);
       const shift = axis === "at" ? began - (curve.at[0] ?? 0) : 0;
       curves.push({ x: curve[axis].map((x) => x + shift), y: curve.value });
     }
     metricCharts.get(name).set(joined(curves), number(own.value.at(-1)));
   }
   const empty = document.querySelector("#metric-charts > .empty");
-  if (!shown.size && !empty) $("metric-charts").append(el("p", { class: "empty" }, run.metrics.length ? "no metric has this in its name" : "The script reports no metrics: job.report(loss=loss) draws them here."));
+  if (!shown.size && !empty) $("metric-charts").append(el("p", { class: "empty" }, names.length ? "no metric has this in its name" : "The script reports no metrics: job.report(loss=loss) draws them here."));
   if (shown.size) empty?.remove();
 }
 
@@ -209,10 +251,12 @@ function choose(name) {
 }
 
 async function drawOneMember(name) {
-  let rows;
-  try { rows = await rowsOfMember(run.name, name); } catch (error) { fill($("one-member"), notice("info", `There is no history of ${name}`, error.message)); return; }
-  if (chosen !== name) return;
-  const made = [["step of " + name, PHASES, seconds], [name + ": cores", ["cores"], number], [name + ": memory", ["memory_bytes"], bytes], [name + ": network", ["sent_per_second", "received_per_second"], (value) => `${bytes(value)}/s`]];
+  const own = run;
+  let rows, problem = "";
+  try { rows = await rowsOfMember(own.name, name); } catch (error) { problem = error.message; }
+  if (chosen !== name || run !== own) return;
+  if (problem) { fill($("one-member"), notice("info", `There is no history of ${name}`, problem)); return; }
+  const made = [[rows.columns.compute ? "step of " + name : name + ": rules of a round", PHASES, seconds], [name + ": cores", ["cores"], number], [name + ": memory", ["memory_bytes"], bytes], [name + ": network", ["sent_per_second", "received_per_second"], (value) => `${bytes(value)}/s`]];
   const place = el("div", { class: "charts" });
   fill($("one-member"), place);
   for (const [title, columns, unit] of made) {
@@ -247,7 +291,7 @@ function makeCharts() {
     return chart;
   });
   const rate = (value) => `${bytes(value)}/s`;
-  stepCharts = make($("step-charts"), [["samples a second", ["samples_per_second"], number], ["steps a second", ["steps_per_second"], number], ["time of a step, mean of the workers", PHASES, seconds]]);
+  stepCharts = make($("step-charts"), [["samples a second", ["samples_per_second"], number], ["steps a second", ["steps_per_second"], number], ["time of a step, mean of the workers", PHASES, seconds, PHASES.map((phase) => (phase === "apply" ? "apply (in the wait)" : phase))]]);
   machineCharts = make($("machine-charts"), [["memory of all members", ["memory_bytes"], bytes], ["cores kept busy", ["cores"], number], ["sent and received", ["sent_per_second", "received_per_second"], rate, ["sent", "received"]], ...(Math.max(0, ...(run.rows.columns.gpu_bytes ?? [])) ? [["GPU memory", ["gpu_bytes"], bytes]] : [])]);
 }
 
@@ -272,7 +316,7 @@ function drawEvents() {
   drawnEvents = key;
   const newest = run.events.slice(-300).reverse();
   if (!newest.length) { fill($("event-list"), el("li", { class: "empty" }, "nothing has happened yet")); return; }
-  fill($("event-list"), ...newest.map((event) => el("li", {}, el("time", {}, clock(event.at)), el("span", { class: "step" }, `step ${number(event.step)}`), el("span", { class: "what" }, el("span", { class: `kind ${event.kind}` }, event.kind), event.text))));
+  fill($("event-list"), ...newest.map((event) => el("li", {}, el("time", {}, when(event.at)), el("span", { class: "step" }, `step ${number(event.step)}`), el("span", { class: "what" }, el("span", { class: `kind ${event.kind}` }, event.kind), event.text))));
 }
 
 begin().catch((error) => fill($("notices"), notice("bad", "The page cannot be filled", error.message)));

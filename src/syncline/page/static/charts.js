@@ -1,6 +1,6 @@
 // One chart: lines over steps or time, with a band from least to most, and marks where something happened.
 
-import { clock, color, el, fill, number } from "/words.js";
+import { color, el, fill, moment, number, when } from "/words.js";
 
 const MARKS = { death: "bad", join: "good", checkpoint: "accent", stop: "warn", verdict: "warn", promotion: "warn", scale: "good", coordinator: "warn" };
 export const PALETTE = ["accent", "data", "stage", "pull", "apply", "good", "warn", "bad"];
@@ -41,7 +41,7 @@ export class Chart {
       cursor: { points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: inTime }, y: { range: (plot, low, high) => this.range(low, high) } },
       axes: [
-        { ...axis, size: 26, space: 60, ...(inTime ? { values: (plot, splits) => splits.map((at) => clock(at).slice(0, plot.scales.x.max - plot.scales.x.min > 600 ? 5 : 8)) } : { values: (plot, splits) => splits.map(number), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) },
+        { ...axis, size: 26, space: (plot, index, low, high) => (inTime && high - low > 86_400 ? 96 : 60), ...(inTime ? { values: (plot, splits) => splits.map((at) => moment(at, plot.scales.x.max - plot.scales.x.min)) } : { values: (plot, splits) => splits.map(number), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) },
         { ...axis, size: 58, space: 34, values: (plot, splits) => splits.map((value) => this.unit(value)) },
       ],
       series: [{}, ...this.lines.map((line, index) => ({
@@ -92,7 +92,7 @@ export class Chart {
     if (idx === null || idx === undefined || left < 0) { this.tip.hidden = true; return; }
     const x = plot.data[0][idx];
     const rows = this.lines.map((line, index) => [line, plot.data[index + 1][idx]]).filter(([, value]) => Number.isFinite(value));
-    const parts = [el("div", {}, this.axis === "at" ? clock(x) : `step ${number(x)}`)];
+    const parts = [el("div", {}, this.axis === "at" ? when(x) : `step ${number(x)}`)];
     for (const [line, value] of rows) parts.push(el("div", {}, rows.length > 1 ? `${line.label} ` : "", el("b", {}, this.unit(value))));
     const near = this.marks().filter((mark) => MARKS[mark.kind] && Math.abs(plot.valToPos(this.axis === "at" ? mark.at : mark.step, "x") - left) < 5);
     for (const mark of near.slice(0, 3)) parts.push(el("div", {}, mark.text.slice(0, 70)));

@@ -1,14 +1,14 @@
 // The table of members, each worker's step and its share of the data.
 
 import { lagColor } from "/picture.js";
-import { byName, bytes, color, el, fill, number, percent, seconds } from "/words.js";
+import { PHASES } from "/figures.js";
+import { byName, bytes, color, el, fill, keep, number, percent, say, seconds } from "/words.js";
 
-export const PHASES = ["compute", "data", "stage", "wait", "pull"];
 const total = (one) => (one.compute ?? 0) + (one.stage ?? 0) + (one.wait ?? 0) + (one.pull ?? 0);
 
 const COLUMNS = [
-  ["member", (one) => one.name, (one) => el("span", {}, dot(one), one.name), "text"],
-  ["state", (one) => one.state ?? "", (one) => tag(one), "text"],
+  ["member", (one) => one.name, (one) => one.name, "text"],
+  ["state", (one) => one.state ?? "", (one) => (one.dead ? "dead" : one.state ?? ""), "text"],
   ["host", (one) => one.host ?? "", (one) => one.host ?? "", "text hide-phone"],
   ["pid", (one) => one.pid ?? 0, (one) => (one.pid ? String(one.pid) : ""), "hide-phone"],
   ["step", (one) => one.step ?? 0, (one) => (one.role === "worker" ? number(one.step ?? 0) : "")],
@@ -24,70 +24,84 @@ const COLUMNS = [
 
 let sortedBy = 0, isDown = false;
 
-function dot(one) {
-  const made = el("i", { class: "dot" });
-  made.style.background = one.role === "server" && !one.dead ? "var(--accent)" : lagColor(one.lag ?? 0, one.step ?? 0, one.dead);
-  return made;
-}
+const dotColor = (one) => (one.role === "server" && !one.dead ? "var(--accent)" : lagColor(one.lag ?? 0, one.step ?? 0, one.dead));
+const tagClass = (one) => `tag ${one.dead ? "bad" : one.state === "working" ? "" : "warn"}`;
 
-function tag(one) {
-  const state = one.dead ? "dead" : one.state ?? "";
-  const kind = one.dead ? "bad" : state === "working" ? "" : "warn";
-  return el("span", { class: `tag ${kind}` }, state);
-}
-
+let headed = "";
 export function drawTable(table, members, chosen, choose) {
   const columns = COLUMNS.filter(([name, value, , kind]) => kind !== "optional" || members.some(value));
-  const head = el("tr", {}, ...columns.map(([name, , , kind = ""], index) => el("th", {
-    class: `${kind} ${index === sortedBy ? "sorted" : ""}`, scope: "col",
-    onclick: () => { isDown = sortedBy === index ? !isDown : index > 3; sortedBy = index; drawTable(table, members, chosen, choose); },
-  }, name + (index === sortedBy ? (isDown ? " ↓" : " ↑") : ""))));
+  const key = `${columns.length} ${sortedBy} ${isDown}`, body = table.tBodies[0];
+  if (key !== headed || !table.tHead.firstChild) {
+    if (key.split(" ")[0] !== headed.split(" ")[0]) fill(body); // rows have other cells
+    headed = key;
+    fill(table.tHead, el("tr", {}, ...columns.map(([name, , , kind = ""], index) => el("th", {
+      class: `${kind} ${index === sortedBy ? "sorted" : ""}`, scope: "col",
+      onclick: () => { isDown = sortedBy === index ? !isDown : index > 3; sortedBy = index; table.again(); },
+    }, name + (index === sortedBy ? (isDown ? " ↓" : " ↑") : "")))));
+  }
+  table.again = () => drawTable(table, members, chosen, choose); // with the members of the newest look
   const value = columns[Math.min(sortedBy, columns.length - 1)][1];
   const rows = [...members].sort((a, b) => {
     const x = value(a), y = value(b);
     const order = typeof x === "string" ? byName(x, y) : x - y;
     return (isDown ? -order : order) || byName(a.name, b.name);
   });
-  fill(table.tHead, head);
-  fill(table.tBodies[0], ...rows.map((one) => el("tr", {
-    class: `${one.dead ? "dead" : ""} ${one.name === chosen ? "chosen" : ""}`, tabIndex: 0, "data-member": one.name,
-    onclick: () => choose(one.name), onkeydown: (event) => event.key === "Enter" && choose(one.name),
-  }, ...columns.map(([, , cell, kind = ""]) => el("td", { class: kind }, cell(one))))));
+  keep(body, rows, (one) => one.name, (one) => rowOfMember(one.name, columns, choose), (row, one) => {
+    row.element.className = `${one.dead ? "dead" : ""} ${one.name === chosen ? "chosen" : ""}`;
+    columns.forEach(([, , cell], index) => say(row.places[index], cell(one)));
+    row.dot.style.background = dotColor(one);
+    row.tag.className = tagClass(one);
+  });
+}
+
+function rowOfMember(name, columns, choose) {
+  const dot = el("i", { class: "dot" }), own = el("span"), tag = el("span");
+  const cells = columns.map(([, , , kind = ""], index) => el("td", { class: kind }, ...[[dot, own], [tag]][index] ?? []));
+  const element = el("tr", { tabIndex: 0, "data-member": name, onclick: () => choose(name), onkeydown: (event) => event.key === "Enter" && choose(name) }, ...cells);
+  return { element, dot, tag, places: [own, tag, ...cells.slice(2)] };
 }
 
 export function drawLegend(parent) {
-  const words = { compute: "compute", data: "waiting for data", stage: "stage", wait: "wait", pull: "pull" };
-  fill(parent, ...PHASES.map((phase) => { const mark = el("i"); mark.style.background = color(phase); return el("span", {}, mark, words[phase]); }));
+  const words = { data: "waiting for data", apply: "apply: the servers' rules, in the wait" };
+  fill(parent, ...PHASES.map((phase) => { const mark = el("i"); mark.style.background = color(phase); return el("span", {}, mark, words[phase] ?? phase); }));
+}
+
+function bar(parts) {
+  const marks = parts.map(() => el("i")), name = el("span"), end = el("span");
+  marks.forEach((mark, index) => { mark.style.background = `var(--${parts[index]})`; mark.dataset.part = parts[index]; });
+  return { element: el("div", { class: "bar-row" }, name, el("div", { class: "stack" }, ...marks), end), marks, name, end };
+}
+
+// Within compute the script waits for its loader; within the wait the servers apply, the slowest of them so long.
+export function partsOf(one, members) {
+  const applied = Math.max(0, ...members.filter((other) => other.role === "server" && !other.dead).map((other) => other.apply ?? 0));
+  const apply = Math.min(applied, one.wait ?? 0), data = Math.min(one.data ?? 0, one.compute ?? 0);
+  return { compute: (one.compute ?? 0) - data, data, stage: one.stage ?? 0, wait: (one.wait ?? 0) - apply, apply, pull: one.pull ?? 0 };
 }
 
 export function drawSplits(parent, members) {
   const workers = members.filter((one) => one.role === "worker" && total(one) && !one.dead).sort((a, b) => byName(a.name, b.name));
   if (!workers.length) { fill(parent, el("p", { class: "empty" }, "no step was made yet")); return; }
   const longest = Math.max(...workers.map(total));
-  fill(parent, ...workers.map((one) => {
-    const parts = { ...one, compute: Math.max(0, (one.compute ?? 0) - (one.data ?? 0)) };
-    const stack = el("div", { class: "stack" }, ...PHASES.map((phase) => {
-      const part = el("i", { title: `${phase}: ${seconds(parts[phase] ?? 0)}` });
-      part.style.width = `${(100 * (parts[phase] ?? 0)) / longest}%`;
-      part.style.background = `var(--${phase})`;
-      return part;
-    }));
-    return el("div", { class: "bar-row" }, el("span", {}, one.name), stack, el("span", {}, seconds(total(one))));
-  }));
+  keep(parent, workers, (one) => one.name, () => bar(PHASES), (row, one) => {
+    const parts = partsOf(one, members);
+    PHASES.forEach((phase, index) => {
+      row.marks[index].title = `${phase}: ${seconds(parts[phase])}`;
+      row.marks[index].style.width = `${(100 * parts[phase]) / longest}%`;
+    });
+    say(row.name, one.name); say(row.end, seconds(total(one)));
+  });
 }
 
 export function drawShares(parent, members) {
   const workers = members.filter((one) => one.role === "worker" && one.share).sort((a, b) => byName(a.name, b.name));
   document.getElementById("share-card").hidden = !workers.length; // scripts without a loader have none
   document.getElementById("member-split").classList.toggle("one", !workers.length);
-  if (!workers.length) return;
   const most = Math.max(...workers.map((one) => one.share));
-  fill(parent, ...workers.map((one) => {
-    const bar = el("i");
-    bar.style.width = `${(100 * one.share) / most}%`;
-    bar.style.background = "var(--data)";
-    return el("div", { class: "bar-row" }, el("span", {}, one.name), el("div", { class: "stack" }, bar), el("span", {}, percent(one.share)));
-  }));
+  keep(parent, workers, (one) => one.name, () => bar(["data"]), (row, one) => {
+    row.marks[0].style.width = `${(100 * one.share) / most}%`;
+    say(row.name, one.name); say(row.end, percent(one.share));
+  });
 }
 
 export function drawStaleness(parent, counts) {

@@ -36,6 +36,7 @@ function places(members, width) {
 }
 
 export function draw(parent, members, choose) {
+  if (parent.matches(":active")) return; // a click that has begun ends on what it began on
   const width = Math.max(300, parent.clientWidth || 600);
   const known = [...members].sort((a, b) => byName(a.name, b.name));
   const { found, height } = places(known, width);
@@ -63,7 +64,7 @@ export function draw(parent, members, choose) {
   }
   const small = known.length > 40;
   for (const { x, y, member } of found.values()) {
-    const group = svg("g", { cursor: "pointer", tabindex: "0" });
+    const group = svg("g", { cursor: "pointer", tabindex: "0", "data-member": member.name });
     const fill = lagColor(member.lag ?? 0, member.step ?? 0, member.dead);
     const size = small ? 6 : 13;
     group.append(member.role === "server"

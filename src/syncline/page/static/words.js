@@ -13,7 +13,30 @@ export function el(tag, properties = {}, ...children) {
 }
 
 export function fill(parent, ...children) {
+  kept.delete(parent);
   parent.replaceChildren(...children);
+}
+
+// Keeps an element for each item, in the order of the items. What is there already is changed, not made again: a click
+// that began before a look ends on the same element. `make` returns {element, …}, which `update` gets with the item.
+const kept = new WeakMap();
+export function keep(parent, items, keyOf, make, update) {
+  if (!kept.has(parent)) { parent.replaceChildren(); kept.set(parent, new Map()); }
+  const known = kept.get(parent), keys = new Set(items.map(keyOf));
+  for (const [key, made] of known) if (!keys.has(key)) { made.element.remove(); known.delete(key); }
+  let place = parent.firstChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    if (!known.has(key)) known.set(key, make(item));
+    const made = known.get(key);
+    update(made, item);
+    if (made.element === place) place = place.nextSibling;
+    else parent.insertBefore(made.element, place);
+  }
+}
+
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -57,6 +80,17 @@ export function duration(value) {
 
 export const percent = (value) => `${Math.round(100 * value)} %`;
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
+
+// A place on an axis of `span` seconds: with its day where the axis has several.
+export function moment(at, span) {
+  const time = clock(at);
+  if (span <= 86_400 && !time.startsWith("00:00:00")) return time.slice(0, span > 600 ? 5 : 8);
+  return time.startsWith("00:00") ? day(at) : `${day(at)} ${time.slice(0, 5)}`;
+}
+
+// With its day, unless that is today.
+export const when = (at) => (day(at) === day(Date.now() / 1000) ? clock(at) : `${day(at)} ${clock(at)}`);
+const day = (at) => new Date(at * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "short" });
 
 export function byName(a, b) {
   return a.localeCompare(b, "en", { numeric: true });
