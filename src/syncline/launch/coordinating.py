@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
