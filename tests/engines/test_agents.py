@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from tests.patience import PATIENCE
 from syncline.engines import hub
 from syncline.engines.agent import AgentPlan
 from syncline.engines.agents import Agents
-from syncline.engines.hub import Hub
+from syncline.engines.hub import AgentMember, Hub
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
 from syncline.launch.processes import MemberPlan, MemberProcess
@@ -251,3 +253,27 @@ def test_versions_that_differ_are_named() -> None:
     assert "host a has Python 3.9.1" in differing(InstalledVersions("3.9.1", here.syncline, ""), here, "a")
     patch = f"{here.python.rpartition('.')[0]}.99"
     assert differing(msgspec.structs.replace(here, python=patch, torch="0"), here, "a") == ""
+
+
+def test_the_end_of_a_member_leaves_its_pipe_to_who_writes_to_it(tmp_path: pathlib.Path) -> None:
+    """One thread writes a member's output to its pipe, which is full, while another one ends the member. The number
+    of a descriptor that was closed then is given to the next file: what comes next would be written there."""
+    member = AgentMember(MemberPlan(role="server", name="server-0", host="a", file=FILE), 1, None)
+    pipe = member.output.fileno()
+    sent = bytes(3 << 20)
+    writer = threading.Thread(target=lambda: [member.wrote(data) for data in (sent, b"late")])
+    writer.start()
+    wait_until(lambda: _unread(pipe) == fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ))
+    member.end(0)
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(open(tmp_path / f"{number}", "wb")) for number in range(8)]
+        received = member.output.read()
+        writer.join()
+        assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 8
+    assert received == sent
+    member.output.close()
+
+
+def _unread(descriptor: int) -> int:
+    """The bytes in this pipe."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

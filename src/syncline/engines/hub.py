@@ -55,6 +55,7 @@ class AgentMember:
         self.output: IO[bytes] = open(read, "rb")  # noqa: SIM115  # its forwarder closes it
         self._ended = threading.Event()
         self._code: int | None = None
+        self._num_writing = 0  # threads that write to the pipe: the last of them closes it after the end
 
     @property
     def waits(self) -> bool:
@@ -108,9 +109,18 @@ class AgentMember:
     # -- what its agent says ------------------------------------------------------------------------------
 
     def wrote(self, data: bytes) -> None:
+        with self._lock:
+            if self._code is not None and not self._num_writing:
+                return  # the pipe is closed; another file may have its number
+            self._num_writing += 1
         with contextlib.suppress(OSError):  # its reader is gone
             while data:
                 data = data[os.write(self._write_fd, data) :]
+        with self._lock:
+            self._num_writing -= 1
+            closes = self._code is not None and not self._num_writing
+        if closes:
+            os.close(self._write_fd)
 
     def end(self, code: int, fate: str = "", *, if_waiting: bool = False) -> None:
         """`if_waiting`: only if it still waits for its agent."""
@@ -118,8 +128,10 @@ class AgentMember:
             if self._code is not None or (if_waiting and self._agent is not None):
                 return
             self.fate, self._code = fate, code
+            closes = not self._num_writing
         self._ended.set()
-        os.close(self._write_fd)
+        if closes:
+            os.close(self._write_fd)
 
 
 class AgentHere:
@@ -302,6 +314,11 @@ class Hub:
                 older.end(-signal.SIGKILL)
             newest[plan.name] = (plan, member, agent)
         return [(plan, member) for plan, member, _ in newest.values()]
+
+    @property
+    def trouble(self) -> str:
+        """Why an agent that is waited for does not come; empty: nothing is known to keep one away."""
+        return self._trouble
 
     def fail(self, trouble: str) -> None:
         """An agent that is waited for does not come, and this is why."""
