@@ -59,6 +59,14 @@ def test_importing_syncline_does_not_import_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_importing_syncline_does_not_import_an_engine() -> None:
+    """Engines are extras: also the modules that start jobs on Ray import it only for a job."""
+    names = "syncline, syncline.cli.main, syncline.ray, syncline.cli.ray, syncline.engines.ray_agents"
+    code = f"import sys, {names}; print([name for name in ('ray', 'pyarrow') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_current_job_without_one_says_what_to_do() -> None:
     code = "import syncline\ntry:\n syncline.current_job()\nexcept syncline.ConfigError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import pathlib
 import resource
 import socket
 import ssl
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,3 +303,105 @@ def test_hosts_are_for_ssh_and_a_prefix_has_to_be_there() -> None:
         CliRunner().invoke(app, ["doctor", "-H", "a"], catch_exceptions=False)
     result = CliRunner().invoke(app, ["doctor", "--on", "ssh", "--remote", "no-such-shell {host}", "--json"])
     assert result.exit_code == 1 and "there is no no-such-shell" in result.output
+
+
+# -- engines ------------------------------------------------------------------------------------------------
+
+
+def on_engine(engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> dict[str, Finding]:
+    """What doctor finds where only these commands are installed, each a script of the shell."""
+    (folder / "bin").mkdir()
+    for name, text in commands.items():
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    monkeypatch.setattr(engines, "TRY_SECONDS", PATIENCE)
+    result = CliRunner().invoke(app, ["doctor", "--on", engine, "--json"])
+    found = json.loads(result.output)
+    assert result.exit_code == (1 if found["problems"] else 0)
+    return {one["name"]: Finding(one["level"], one["finding"], one["remedy"]) for one in found["checks"]}
+
+
+@pytest.mark.parametrize(
+    ("kubectl", "level", "text", "remedy"),
+    [
+        ("echo jobsets.jobset.x-k8s.io", "ok", "the cluster answers, and knows JobSets", ""),
+        ("exit 0", "warning", "the cluster knows no JobSets", "--plain"),
+        ("echo 'connection refused' >&2; exit 1", "problem", "connection refused", "kubectl cluster-info"),
+    ],
+    ids=["jobsets", "plain", "away"],
+)
+def test_kubernetes(
+    kubectl: str, level: str, text: str, remedy: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on_engine("kubernetes", elsewhere, monkeypatch, kubectl=kubectl)
+    assert list(found) == ["kubectl", "the cluster"]
+    assert found["kubectl"] == Finding("ok", str(elsewhere / "bin" / "kubectl"), "")
+    finding = found["the cluster"]
+    assert (finding.level, finding.text) == (level, text) and remedy in finding.remedy
+
+
+def test_a_cluster_that_does_not_answer(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(command: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, 1.0)
+
+    monkeypatch.setattr(engines.subprocess, "run", silent)
+    finding = on_engine("kubernetes", elsewhere, monkeypatch, kubectl="")["the cluster"]
+    assert finding.level == "problem" and "did not answer within" in finding.text
+
+
+def test_no_kubectl_is_no_problem(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`syncline manifest` makes its objects without."""
+    found = on_engine("kubernetes", elsewhere, monkeypatch)
+    assert {finding.level for finding in found.values()} == {"warning"}
+    assert "install it" in found["kubectl"].remedy
+
+
+def test_mpi(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun = 'test "$1" = --version && echo "mpirun (Open MPI) 4.1.4" && exit; shift 2; exec "$@"'
+    found = on_engine("mpi", elsewhere, monkeypatch, mpirun=mpirun)
+    assert list(found) == ["mpirun", "a process", "token"]
+    assert found["mpirun"].text == f"{elsewhere / 'bin' / 'mpirun'}: mpirun (Open MPI) 4.1.4"
+    assert found["a process"] == Finding("ok", "starts a process here", "")
+    assert found["token"].level == "ok" and "SYNCLINE_TOKEN_FILE" in found["token"].text
+
+
+def test_mpi_that_starts_nothing(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun = "echo ------; echo 'mpirun has detected an attempt to run as root.'; exit 1"
+    finding = on_engine("mpi", elsewhere, monkeypatch, mpirun=mpirun)["a process"]
+    assert finding.level == "problem" and "exit code 1: mpirun has detected an attempt to run as root" in finding.text
+
+
+def test_no_mpi(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_engine("mpi", elsewhere, monkeypatch)
+    assert [finding.level for finding in found.values()] == ["problem", "problem", "ok"]
+    assert "mpiexec.hydra" in found["mpirun"].text and "openmpi-bin" in found["mpirun"].remedy
+
+
+def test_a_token_file_that_is_wrong(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_TOKEN_FILE", str(elsewhere / "nowhere"))
+    finding = on_engine("mpi", elsewhere, monkeypatch)["token"]
+    assert finding.level == "problem" and "nowhere" in finding.text
+
+
+def test_torchrun(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process itself starts in tests of engines: torchrun takes seconds, and its own port."""
+    tried: list[list[str]] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        tried.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(engines, "_run", run)
+    found = on_engine("torchrun", elsewhere, monkeypatch)
+    assert list(found) == ["torchrun", "a process", "token"]
+    assert found["torchrun"].text.startswith("of torch ") and found["a process"].text == "starts a process here"
+    assert [command[1:4] for command in tried] == [["-m", "torch.distributed.run", "--standalone"]]
+
+
+def test_torchrun_without_torch(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    found = on_engine("torchrun", elsewhere, monkeypatch)
+    assert [finding.level for finding in found.values()] == ["problem", "problem", "ok"]
+    assert found["torchrun"].remedy == "pip install 'syncline[torch]'"
