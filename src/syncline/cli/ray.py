@@ -91,7 +91,7 @@ def run_job_on_ray(
         host = bound_host(config)
         sock = stack.enter_context(tcp.bind(host, 0))
         file = jobfile.new(host, sock.getsockname()[1], {"start_seconds": config.start_seconds})
-        hub, code = Hub(file, sock, say), 1
+        hub, code = stack.enter_context(Hub(file, sock, say)), 1
         engine = RayAgents(
             hub, file, _named(rooms), mark=mark, seconds=config.start_seconds, say=say,
             most_workers=0 if config.auto_workers else config.most_workers,

@@ -1,5 +1,8 @@
 """The engine of jobs on Ray: an actor in each member's room holds an agent, which starts the member.
 
+Ray may not answer, while its head is away. So only the watcher's thread asks it, and holds no lock meanwhile: the
+launcher, which must always hear Ctrl-C and SIGTERM, says what it wants and never waits for Ray.
+
 Secrets go to an actor as the argument of a call, which Ray keeps nowhere: not as an argument of its start, which is
 in the cluster's tables, nor in a runtime environment or a command line.
 """
@@ -23,7 +26,7 @@ from syncline.core.wire.message import Done
 from syncline.engines.agent import Agent, AgentPlan
 from syncline.engines.hub import AgentMember, Hub
 from syncline.engines.ray_cluster import Room, find, host_names, last_line, num_on, ray_module, release, reserve, told
-from syncline.errors import SynclineError
+from syncline.errors import ConfigError, SynclineError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
 from syncline.launch.watching import ask
@@ -99,6 +102,7 @@ class _Held:
     has_left: bool = False  # the member: another one may have the room
     number: int = 0  # of the newest agent
     actor: Any = None
+    is_ordered: bool = False  # that the watcher asks Ray for an actor
     sees_folder: bool = False
     asked_at: float = 0.0
     again_at: float | None = None  # when Ray is asked for another actor
@@ -124,12 +128,14 @@ class RayAgents:
         """
         self._hub, self._file, self._mark, self._seconds, self._say = hub, file, mark, seconds, say
         self._held = [_Held(room, name) for name, room in rooms.items()]
+        self._unwanted: list[Room] = []  # to be given back to Ray
         self._bundles = {room.role: room.bundle for room in rooms.values()}
         self._num_agents, self._trouble = 0, ""
         self._holder = ray_module().remote(Holder)
         self._looks: dict[Any, tuple[_Held, int]] = {}  # by Ray's reference to the answer: whose, and agent's number
         self._runs: dict[Any, tuple[_Held, int]] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
+        self._has_begun = self._has_refused = False  # all members had an agent; the start was refused
         self._growth = _Growth(most_workers, self._bundles.get("worker", {}))
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ray actors", daemon=True)
@@ -145,13 +151,17 @@ class RayAgents:
         with self._lock:
             held = self._room_for(plan)
             held.name, held.has_left = plan.name, False
-            if held.actor is None or not self._hub.is_there(held.number):
+            if not self._hub.is_there(held.number):
                 held.is_told = False
-                self._begin(held)
+                self._order(held)
             held.process = self._hub.start_at(held.number, plan, lambda plan: self._placed(plan, held))
             return held.process
 
     def watch(self, process: MemberProcess) -> int | None:
+        """Raises a ConfigError, once, if a host of the start has other versions: it would be refused again."""
+        if (trouble := self._hub.trouble) and not self._has_begun and not self._has_refused:
+            self._has_refused = True
+            raise ConfigError(trouble)
         code = process.poll()
         if code in _LEFT:
             with self._lock:
@@ -172,7 +182,8 @@ class RayAgents:
                 held.name, held.has_left = "", False
                 return held.room.host
             held = self._add(role)
-        return held.room.host if find([held.room], GROW_SECONDS) else UNKNOWN_HOST
+            self._lock.wait_for(lambda: held.room.host, GROW_SECONDS)
+            return held.room.host or UNKNOWN_HOST
 
     def describe(self) -> str:
         return f"Ray: {', '.join(sorted({held.room.host for held in self._held}))}"
@@ -189,7 +200,8 @@ class RayAgents:
         return own or spare or self._add(plan.role)
 
     def _add(self, role: str) -> _Held:
-        held = _Held(reserve(role, [self._bundles[role]], "PACK")[0])
+        """Room that the watcher asks Ray for."""
+        held = _Held(Room(role, None, 0, self._bundles[role], is_single=True), asked_at=time.monotonic())
         self._held.append(held)
         return held
 
@@ -198,7 +210,7 @@ class RayAgents:
         if held.room.is_single:
             self._held.remove(held)
             self._hub.dismiss(held.number)
-            release([held.room])
+            self._unwanted.append(held.room)
 
     # -- actors -------------------------------------------------------------------------------------------
 
@@ -209,8 +221,38 @@ class RayAgents:
         place = plan.place if plan.host == held.room.host else None
         return msgspec.structs.replace(plan, host=held.room.host, folder=folder, place=place)
 
-    def _begin(self, held: _Held) -> None:
-        """Another actor in this room, with another agent."""
+    def _order(self, held: _Held) -> None:
+        """Under the lock: another actor in this room, with another agent."""
+        self._num_agents += 1
+        held.number, held.asked_at, held.again_at = self._num_agents, time.monotonic(), None
+        held.is_ordered = True
+
+    def _reserve(self) -> None:
+        """Room that members need beside those of the start; and back to Ray what is not needed any more."""
+        with self._lock:
+            unwanted, self._unwanted = self._unwanted, []
+            fresh = [held for held in self._held if held.room.group is None]
+            lost = [held for held in self._held if not held.room.host and held not in fresh]
+        release([room for room in unwanted if room.group is not None])
+        for held in fresh:
+            (room,) = reserve(held.room.role, [held.room.bundle], "PACK")
+            with self._lock:
+                held.room.group = room.group
+                if held not in self._held:  # it was given back meanwhile
+                    self._unwanted.append(held.room)
+        now = time.monotonic()
+        for held in (*fresh, *(held for held in lost if now - held.asked_at < 2 * GROW_SECONDS)):
+            if find([held.room]):
+                with self._lock:
+                    self._lock.notify_all()
+
+    def _begin_ordered(self) -> None:
+        with self._lock:
+            ordered = [(held, held.number) for held in self._held if held.is_ordered and held.room.group is not None]
+        for held, number in ordered:
+            self._begin(held, number)
+
+    def _begin(self, held: _Held, number: int) -> None:
         ray = ray_module()
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         if held.actor is not None:
@@ -219,24 +261,28 @@ class RayAgents:
             placement_group=held.room.group, placement_group_bundle_index=held.room.index
         )
         bundle = held.room.bundle
-        self._num_agents += 1
-        held.number, held.asked_at, held.again_at = self._num_agents, time.monotonic(), None
-        held.actor = self._holder.options(
+        actor = self._holder.options(
             num_cpus=bundle.get("CPU", 0), num_gpus=bundle.get("GPU", 0), scheduling_strategy=where,
             max_restarts=0, max_task_retries=0,
         ).remote()  # fmt: skip
-        self._looks[held.actor.look.remote(str(self._mark))] = (held, held.number)
+        look = actor.look.remote(str(self._mark))
+        with self._lock:
+            held.actor, self._looks[look] = actor, (held, number)
+            is_wanted = held in self._held
+            held.is_ordered = held.number != number  # it was ordered again meanwhile
+        if not is_wanted:
+            ray.kill(actor)
 
     def _watch(self) -> None:
-        ray = ray_module()
         while not self._is_over.wait(_LOOK_SECONDS):
             try:
+                self._reserve()
+                self._begin_ordered()
+                self._hear_all()
                 with self._lock:
-                    refs = [*self._looks, *self._runs]
-                    done: Sequence[Any] = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else ()
-                    for ref in done:
-                        self._hear(ref)
                     self._look_after_waiting(time.monotonic())
+                    processes = [held.process for held in self._held]
+                self._has_begun |= all(process is not None and not process.waits for process in processes)
                 self._grow()
             except Exception as error:  # the cluster's head is away
                 if (trouble := last_line(error)) != self._trouble:
@@ -244,32 +290,55 @@ class RayAgents:
                     self._say(f"Ray does not answer: {trouble}; members that run go on")
                 time.sleep(AGAIN_SECONDS)
 
+    def _hear_all(self) -> None:
+        ray = ray_module()
+        with self._lock:
+            refs = [*self._looks, *self._runs]
+        done: Sequence[Any] = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else ()
+        for ref in done:
+            self._hear(ref)
+
     def _hear(self, ref: Any) -> None:
         """An actor has answered, or will never answer."""
         ray, errors = ray_module(), importlib.import_module("ray.exceptions")
-        is_look = ref in self._looks
-        held, number = self._looks.pop(ref) if is_look else self._runs.pop(ref)
-        if number != held.number:
-            return  # of an actor that has been replaced
+        with self._lock:
+            is_look = ref in self._looks
+            held, number = self._looks[ref] if is_look else self._runs[ref]
+            is_old = number != held.number  # of an actor that has been replaced
+        again_at: float | None = None
+        why, answer = "", None
         try:
-            answer = ray.get(ref)
+            answer = ray.get(ref) if not is_old else None
         except (errors.RayTaskError, errors.RuntimeEnvSetupError) as error:  # it would happen again
-            _give_up(held, last_line(error))
+            why = last_line(error)
         except errors.RayError as error:  # its process or its host is gone
             if getattr(error, "actor_init_failed", False):  # no syncline there: it would happen again
-                _give_up(held, last_line(error))
-            held.again_at = time.monotonic() + AGAIN_SECONDS
+                why = last_line(error)
+            again_at = time.monotonic() + AGAIN_SECONDS
         else:
-            if is_look:
-                self._come(held, *answer)
-            else:
-                _give_up(held, str(answer or "its agent has ended"))
+            if not is_look and not is_old:
+                why = str(answer or "its agent has ended")
+        if answer is not None and is_look:
+            self._come(held, number, *answer)
+        with self._lock:
+            (self._looks if is_look else self._runs).pop(ref)
+            if number != held.number:
+                return
+            if why:
+                _give_up(held, why)
+            held.again_at = again_at or held.again_at
 
-    def _come(self, held: _Held, key: str, sees_folder: bool) -> None:
+    def _come(self, held: _Held, number: int, key: str, sees_folder: bool) -> None:
         """The actor is there: it gets its plan."""
-        held.room.host, held.sees_folder = host_names().get(key, key[:6]), sees_folder
-        plan = AgentPlan(file=self._file, host=held.room.host, number=held.number, preload=False)
-        self._runs[held.actor.hold.remote(msgspec.json.encode(plan), self._seconds)] = (held, held.number)
+        host = host_names().get(key, key[:6])
+        with self._lock:
+            if number != held.number:
+                return
+            held.room.host, held.sees_folder, actor = host, sees_folder, held.actor
+        plan = AgentPlan(file=self._file, host=host, number=number, preload=False)
+        run = actor.hold.remote(msgspec.json.encode(plan), self._seconds)
+        with self._lock:
+            self._runs[run] = (held, number)
 
     def _look_after_waiting(self, now: float) -> None:
         """Members whose agents are not there: Ray is asked again, and the user told."""
@@ -278,7 +347,7 @@ class RayAgents:
             if held.process is None or not held.process.waits:
                 continue
             if held.again_at is not None and now > held.again_at:
-                self._begin(held)
+                self._order(held)
                 self._hub.move(held.process, held.number)
             elif not held.is_told and now - held.asked_at > PATIENT_SECONDS:
                 held.is_told = True
@@ -300,16 +369,21 @@ class RayAgents:
             self._say(told)
 
     def close(self) -> None:
-        """After the hub: agents have ended, or are ended, and Ray has its room back."""
-        until = time.monotonic() + END_SECONDS
+        """After the hub: agents have ended, or are ended, and Ray has its room back. Not for longer than that takes
+        where Ray answers."""
+        self._is_over.set()
+        ending = threading.Thread(target=self._end, name="end on Ray", daemon=True)
+        ending.start()
+        ending.join(2 * END_SECONDS)
+
+    def _end(self) -> None:
+        self._watcher.join(END_SECONDS)
         ray = ray_module()
         with self._lock:
-            refs = list(self._runs)
+            refs, rooms = list(self._runs), [held.room for held in self._held] + self._unwanted
         if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=max(0.0, until - time.monotonic()))
-        self._is_over.set()
-        self._watcher.join(END_SECONDS)
-        release([held.room for held in self._held])
+            ray.wait(refs, num_returns=len(refs), timeout=END_SECONDS)
+        release([room for room in rooms if room.group is not None])
 
 
 def _give_up(held: _Held, why: str) -> None:

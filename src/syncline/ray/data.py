@@ -18,6 +18,9 @@ from syncline.data.table import TableSource
 from syncline.engines.ray_cluster import last_line, ray_module
 from syncline.errors import ConfigError, DataError
 
+#: For Ray to count the rows of a dataset that it has read, for which the cluster needs a free CPU; and to hand over
+#: one block, which it may have to compute again.
+COUNT_SECONDS, BLOCK_SECONDS = 600.0, 300.0
 #: Of the actors that know the blocks.
 NAMESPACE = "syncline"
 
@@ -53,7 +56,7 @@ def kept(data: Mapping[str, Any], job: str) -> Iterator[dict[str, RayBlocks]]:
                 raise ConfigError(f"data: {name!r} is {type(dataset).__name__}; give a dataset of ray.data")
             try:
                 refs = dataset.to_arrow_refs()
-                told = ray.get([ray.remote(_rows_of).remote(ref) for ref in refs])
+                told = ray.get([ray.remote(_rows_of).remote(ref) for ref in refs], timeout=COUNT_SECONDS)
             except Exception as error:  # of the user's own functions, too
                 raise DataError(f"data: {name!r} cannot be read by Ray: {last_line(error)}") from error
             filled = [(rows, ref, schema) for ref, (rows, schema) in zip(refs, told, strict=True) if rows]
@@ -105,7 +108,7 @@ class _RayBlock:
     def read_chunk(self, index: int, columns: list[str]) -> Iterator[Any]:
         _, _, blocks = _about(self._where)
         try:
-            table = ray_module().get(blocks[self._index])
+            table = ray_module().get(blocks[self._index], timeout=BLOCK_SECONDS)
         except Exception as error:
             raise DataError(f"{self.path} is lost: {last_line(error)}") from error
         if missing := [name for name in columns if name not in table.column_names]:
@@ -124,7 +127,9 @@ def _about(where: RayBlocks) -> tuple[bytes, list[int], list[Any]]:
         if is_main:
             signal.signal(signal.SIGTERM, before)  # Ray takes it; a worker finishes its step, and leaves
     try:
-        found: tuple[bytes, list[int], list[Any]] = ray.get(ray.get_actor(where.actor, NAMESPACE).about.remote())
+        found: tuple[bytes, list[int], list[Any]] = ray.get(
+            ray.get_actor(where.actor, NAMESPACE).about.remote(), timeout=BLOCK_SECONDS
+        )
     except Exception as error:
         raise DataError(f"the data of this job cannot be found in Ray: {last_line(error)}") from error
     return found
