@@ -265,6 +265,18 @@ def test_the_job_ends_well_when_all_have_left_and_nobody_is_awaited(jobs: Any) -
     left.close()
 
 
+def test_a_worker_that_left_for_now_is_not_awaited_for_ever(jobs: Any) -> None:
+    """Its pod may stay pending for hours; the scripts of the others have ended, and wait for it."""
+    job = jobs(workers=2, servers=1, start_seconds=5.0).begin()
+    job["worker-1"].ask(Leave(True, True))
+    now = time.monotonic()
+    job.coordinator.watch.run_checks(now)
+    assert job.coordinator.membership.awaited == {"worker-1": "worker"}
+    job.coordinator.watch.run_checks(now + 6.0)
+    assert job.coordinator.membership.awaited == {}
+    assert any("worker-1 left and has not come back within 5 s" in event for event in job.coordinator.job.events)
+
+
 def test_a_member_that_does_not_come_back_is_the_verdict(jobs: Any) -> None:
     job = jobs(workers=2, servers=1).begin()
     left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))

@@ -233,6 +233,21 @@ def test_a_name_that_is_awaited_is_not_given_to_somebody_else() -> None:
     assert members.awaited == {}
 
 
+def test_the_last_worker_may_leave_for_now() -> None:
+    """In a pod that is evicted it comes back: that is no end of the job. If it does not come, the others can end."""
+    members = formed(2, 1)
+    members.leave("worker-0", True, comes_back=True)
+    members.leave("worker-1", True, comes_back=True)
+    assert members.outcome is None and members.state.returning == ["worker-0", "worker-1"]
+    members.join("worker", "worker-0", "here", None)
+    assert members.awaited == {"worker-1": "worker"} and members.state.returning == ["worker-1"]
+    members.leave("worker-0")
+    assert members.outcome is None, "worker-1 has work left"
+    members.has_not_returned("worker-1")
+    members.end_if_done()
+    assert members.awaited == {} and members.outcome == Outcome(False, "", "all workers have finished")
+
+
 def test_all_that_counts_outlives_the_coordinator() -> None:
     members = formed(2, 2)
     members.evict("worker-0", "was killed")

@@ -58,13 +58,32 @@ def test_each_member_has_a_pod_of_its_name() -> None:
     command = pods["worker"]["containers"][0]["command"]
     assert command[:2] == ["/bin/sh", "-c"]
     assert command[2].endswith(
-        'exec syncline worker --job /run/syncline/job.json --name "worker-$JOB_COMPLETION_INDEX" '
+        'exec syncline worker --job /run/syncline/job.json --comes-back --name "worker-$JOB_COMPLETION_INDEX" '
         "--host \"$POD_NAME\" train.py --lr 'a b'"
     )
     jobs = {one["name"]: one["template"]["spec"] for one in objects["JobSet/lenet"]["spec"]["replicatedJobs"]}
     assert [(job["completions"], job["parallelism"]) for job in jobs.values()] == [(1, 1), (2, 2), (3, 3)]
     assert all(job["completionMode"] == "Indexed" for job in jobs.values())
     assert objects["PodDisruptionBudget/lenet-servers"]["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize("role", ["coordinator", "server", "worker"])
+def test_a_pod_that_was_told_to_leave_comes_back_uncounted(role: str) -> None:
+    """Exit code 0 completes an index for good; what is not ignored counts against --max-restarts."""
+    objects = made("-w", "2", "-s", "2", "--max-restarts", "5", "--save-seconds", "100", "train.py")
+    jobs = {one["name"]: one["template"]["spec"] for one in objects["JobSet/lenet"]["spec"]["replicatedJobs"]}
+    rules = jobs[role]["podFailurePolicy"]["rules"]
+    disruption = {"type": "DisruptionTarget", "status": "True"}
+    assert rules[0] == {"action": "Ignore", "onPodConditions": [disruption]}
+    assert rules[1] == {
+        "action": "Ignore", "onExitCodes": {"containerName": role, "operator": "In", "values": [143]}
+    }  # fmt: skip
+    assert [rule["action"] for rule in rules[2:]] == (["FailJob"] if role == "coordinator" else [])
+    assert jobs[role]["backoffLimitPerIndex"] == 5 and jobs[role]["podReplacementPolicy"] == "Failed"
+    pod = pods_of(objects)[role]
+    assert pod["terminationGracePeriodSeconds"] == 130, "the save comes first"
+    assert pod["shareProcessNamespace"], "no signal ends process 1 of a namespace before it has a handler"
+    assert ("--made" if role == "coordinator" else "--comes-back") in pod["containers"][0]["command"][2]
 
 
 def test_plain_jobs_have_a_service_of_their_own() -> None:

@@ -34,6 +34,10 @@ def manifest(
     workers: Annotated[
         str | None, typer.Option("-w", "--workers", metavar="N", help="Number of workers. [default: 1]")
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(help="Of a member whose pod fails, in all; evictions do not count. [default: 3]"),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Jobs and a Service in place of a JobSet, which needs its controller.")
     ] = False,
@@ -68,6 +72,7 @@ def manifest(
         **configuration.read_toml_here(),
         **launch,
         **(parse_workers(workers) if workers is not None else {}),
+        **({"max_restarts": max_restarts} if max_restarts is not None else {}),
     }
     if given.get("most_workers"):
         raise ConfigError(f"-w {workers}: Kubernetes' Jobs have a fixed number of pods; give one number")

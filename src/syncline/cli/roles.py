@@ -21,6 +21,7 @@ from syncline.launch import jobfile
 from syncline.launch.folder import JOURNAL, hold
 from syncline.launch.hosts import parse_workers
 from syncline.launch.member import run_worker
+from syncline.launch.membership import await_coordinator, say
 from syncline.launch.processes import MemberPlan
 from syncline.launch.running import (
     Script,
@@ -38,6 +39,16 @@ JobOption = Annotated[
     pathlib.Path, typer.Option("--job", metavar="FILE", help="The job file: address and token, mode 0600.")
 ]
 HostOption = Annotated[str, typer.Option("--host", help="Name of this host; workers on one host share its GPUs.")]
+ComesBackOption = Annotated[
+    bool,
+    typer.Option(
+        "--comes-back",
+        help="What starts this process starts it again, as Kubernetes does: SIGTERM makes it leave for now, with "
+        "exit code 143, and it waits for a coordinator that is not there yet as long as for a start.",
+    ),
+]
+#: What to do about a coordinator that does not come.
+PENDING = "look whether its pod runs: kubectl get pods, and kubectl describe pod for one that is Pending"
 #: A role may be started before the coordinator has written the job file.
 FILE_SECONDS = 20.0
 
@@ -54,7 +65,9 @@ def coordinator(
     made: Annotated[
         bool,
         typer.Option(
-            "--made", help="The job file is one that syncline manifest has made: begin its job, or resume it."
+            "--made",
+            help="The job file is one that syncline manifest has made: begin its job, or resume it. SIGTERM saves "
+            "the job, where it has a --checkpoint, and ends it, with exit code 143.",
         ),
     ] = False,
     **said: Any,
@@ -110,10 +123,12 @@ def _begin_made(job: pathlib.Path, bind: str) -> int:
     resumes = (file.folder / JOURNAL).exists()
     with hold(config, keeps=resumes), tcp.bind(bind or file.host, file.port) as sock:
         sys.stderr.write(f"syncline: coordinator: {protection_of(config, server_hosts(config))}\n")
-        return coordinate(job, file, sock, resumes=resumes)
+        return coordinate(job, file, sock, resumes=resumes, ends_job=True)
 
 
-def coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool) -> int:
+def coordinate(
+    job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *, resumes: bool, ends_job: bool = False
+) -> int:
     from syncline.launch.coordinating import PagePlan, run_coordinator
 
     what = "takes the job up again and listens" if resumes else "listens"
@@ -123,7 +138,7 @@ def coordinate(job: pathlib.Path, file: jobfile.JobFile, sock: socket.socket, *,
         page_plan = PagePlan(page, serving.new_code())
         sys.stderr.write(f"syncline: coordinator: the page: {serving.link_of(page, page_plan.code)}\n")
     try:
-        code = run_coordinator(file, None, sock, resumes=resumes, page=page_plan)
+        code = run_coordinator(file, None, sock, resumes=resumes, page=page_plan, ends_job=ends_job)
     except KeyboardInterrupt:
         code = 130
     job.unlink(missing_ok=True)  # the job has ended; otherwise it can be resumed with this file
@@ -134,6 +149,7 @@ def server(
     job: JobOption,
     name: Annotated[str, typer.Option(help="e.g. server-0. [default: the next free one]")] = "",
     host: HostOption = "",
+    comes_back: ComesBackOption = False,
 ) -> None:
     """Starts one server of a job, also one that runs already: it takes over slices of the others.
 
@@ -148,7 +164,9 @@ def server(
         )
     see_beside("", is_module=True)
     sys.stderr.write(f"syncline: {name or 'server'}: joins the job at {file.host}:{file.port}\n")
-    raise typer.Exit(run_server(file, name, host or socket.gethostname()))
+    if comes_back:
+        await_coordinator(file, say(name or "server"), PENDING)
+    raise typer.Exit(run_server(file, name, host or socket.gethostname(), comes_back=comes_back))
 
 
 def worker(
@@ -158,6 +176,7 @@ def worker(
     module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead.")] = None,
     name: Annotated[str, typer.Option(help="e.g. worker-0. [default: the next free one]")] = "",
     host: HostOption = "",
+    comes_back: ComesBackOption = False,
 ) -> None:
     """Starts one worker of a job, also one that runs already, on any host that reaches its coordinator.
 
@@ -175,7 +194,10 @@ def worker(
         script=target.path,
         is_module=target.is_module,
         arguments=target.arguments,
+        comes_back=comes_back,
     )
+    if comes_back:
+        await_coordinator(plan.file, say(name or "worker"), PENDING)
     raise typer.Exit(run_worker(plan))
 
 

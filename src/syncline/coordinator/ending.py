@@ -136,6 +136,7 @@ class JobWatch:
         self._closed = threading.Event()
         self._enough_since: float | None = None
         self._empty_since: float | None = None
+        self._returning: dict[str, float] = {}  # workers that have left and are to come back: since when
         self._checked_at = 0.0
         self._thread: threading.Thread | None = None
 
@@ -176,6 +177,7 @@ class JobWatch:
                     announcer.announce()
                 self._evict_unreachable()
                 self._fail_if_all_quarantined()
+                self._stop_waiting_for_returns(now)
                 self._fail_if_empty(now)
                 for part in self._periodic:
                     part.tick(now)
@@ -222,6 +224,16 @@ class JobWatch:
                 "all workers are quarantined: their pushes are not finite; look at the data and the learning rate"
             )
             self._job.membership.fail(first, reason)
+
+    def _stop_waiting_for_returns(self, now: float) -> None:
+        """A worker has left to come back, and has not: the others finish without it."""
+        membership, seconds = self._job.membership, self._job.config.start_seconds
+        self._returning = {name: self._returning.get(name, now) for name in membership.state.returning}
+        for name, since in self._returning.items():
+            if now - since > seconds:
+                self._job.event(f"{name} left and has not come back within {seconds:g} s; the job goes on without it")
+                membership.has_not_returned(name)
+                self._job.try_keep()
 
     def _fail_if_empty(self, now: float) -> None:
         """All workers are gone, and the launcher has not announced that one comes back."""

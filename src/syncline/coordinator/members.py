@@ -91,7 +91,7 @@ class MemberService:
         with self._job.lock:
             member = self._job.membership.state.members.get(name)
             if member is not None and member.incarnation == request.peer.incarnation:
-                self._job.membership.leave(name, message.retired)
+                self._job.membership.leave(name, message.retired, comes_back=message.comes_back)
                 self._job.mark(f"{name} has {'left' if message.retired else 'finished'}", "leave")
                 self._reconfigurer.member_has_left(name)
                 self._pace.member_left(name)

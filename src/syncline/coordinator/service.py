@@ -38,6 +38,7 @@ from syncline.core.wire.control import (
     AskWhy,
     Barrier,
     Died,
+    Ending,
     Enter,
     Heartbeat,
     Join,
@@ -276,6 +277,20 @@ class Coordinator:
     def wait(self) -> None:
         """Returns when the job is over."""
         self.job.over.wait()
+
+    def announce_end(self, seconds: float) -> None:
+        """Members that are told to leave stay, since the job is saved first; for so long at most."""
+        with self.job.lock:
+            endpoints = list(self.job.endpoints.values())
+        for endpoint in endpoints:
+            if endpoint.is_open:
+                endpoint.mention(Ending(seconds))
+
+    def end_early(self, reason: str) -> None:
+        """This process is told to end, and the job ends with it."""
+        with self.job.lock:
+            self.membership.fail("coordinator", reason)
+        self.job.conclude()
 
     def superseded(self, reason: str) -> None:
         """A newer coordinator has the job: this one ends and tells no member."""

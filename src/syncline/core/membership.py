@@ -61,6 +61,7 @@ class JobState(msgspec.Struct, kw_only=True):
     phase: int = 0
     passed: dict[str, int] = {}  # barrier -> the last turn that all have passed
     awaited: dict[str, str] = {}  # dead, being restarted: name -> role
+    returning: list[str] = []  # of these, workers that have left themselves and said that they come back
     paces: dict[str, Paced] = {}  # workers that are slowed or held by hand
     num_revoked: int = 0  # acknowledged updates that were lost with a server
     leases: LeaseState = msgspec.field(default_factory=LeaseState)  # leases and progress of the data
@@ -194,7 +195,7 @@ class Membership:
         incarnation, since = state.incarnations, state.generation
         member = Member(name, role, incarnation, host, address, since, kind, cores, pid, num_cores)
         state.members[name], state.processes[name] = member, process
-        self.state.awaited.pop(name, None)
+        self._stop_awaiting(name)
         state.finished.pop(name, None)
         if role == "worker":
             state.lives[name] = state.lives.get(name, 0) + 1
@@ -232,8 +233,10 @@ class Membership:
 
     # -- goings -------------------------------------------------------------------------------------------
 
-    def leave(self, name: str, retired: bool = False) -> Outcome | None:
-        """A member has finished or was asked to leave. The job ends well with its last worker."""
+    def leave(self, name: str, retired: bool = False, *, comes_back: bool = False) -> Outcome | None:
+        """A member has finished or was asked to leave. The job ends well with its last worker, unless that one comes
+        back.
+        """
         was_chief = not self.state.chief_done and name == self.chief
         member = self._remove(name)
         if member is not None and member.role == "worker":
@@ -245,6 +248,9 @@ class Membership:
                 self.state.fencing[name] = (self.state.entered.pop(name), "has left")
             if name not in self.state.left:
                 self.state.left.append(name)
+            if retired and comes_back:
+                self.await_return(name)
+                self.state.returning.append(name)
         self.end_if_done()
         return self.outcome
 
@@ -280,9 +286,18 @@ class Membership:
         """This dead member is being restarted."""
         self.state.awaited[name] = name.rpartition("-")[0]
 
+    def has_not_returned(self, name: str) -> None:
+        """This worker has left and does not come back in time: the job goes on without it."""
+        self._stop_awaiting(name)
+
+    def _stop_awaiting(self, name: str) -> None:
+        self.state.awaited.pop(name, None)
+        if name in self.state.returning:
+            self.state.returning.remove(name)
+
     def give_up_on(self, name: str, reason: str) -> None:
         """This member does not come back: the job ends with this outcome."""
-        self.state.awaited.pop(name, None)
+        self._stop_awaiting(name)
         self.fail(name, f"{name} {reason}")
 
     def fail(self, culprit: str, reason: str) -> None:

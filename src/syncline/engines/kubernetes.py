@@ -17,6 +17,7 @@ import msgspec
 from syncline.config import JobConfig
 from syncline.errors import ConfigError
 from syncline.launch.jobfile import JobFile
+from syncline.launch.restarts import LEFT
 from syncline.launch.running import Script
 
 #: The coordinator's port, which nothing else in its pod uses.
@@ -26,7 +27,7 @@ SECRET_FOLDER, WORK_FOLDER = "/run/secrets/syncline", "/run/syncline"
 JOB_FILE = f"{WORK_FOLDER}/job.json"
 #: Exit code of a coordinator whose job has failed: not to be started again.
 FAILED = 1
-#: On top of what a server needs to hand over its slices.
+#: On top of what a server needs to hand over its slices, or the job to be saved.
 GRACE_SECONDS = 30
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MOST_NAME = 40  # names of pods are made of it, and have 63 characters at most
@@ -105,8 +106,8 @@ def command_of(role: str, script: Script) -> list[str]:
     words = ["syncline", role, "--job", JOB_FILE]
     own = {
         "coordinator": f'{shlex.join([*words, "--made"])} --bind "$POD_IP"',
-        "server": f'{shlex.join(words)} --name "server-$JOB_COMPLETION_INDEX" --host "$POD_NAME"',
-        "worker": f'{shlex.join(words)} --name "worker-$JOB_COMPLETION_INDEX" --host "$POD_NAME"',
+        "server": f'{shlex.join([*words, "--comes-back"])} --name "server-$JOB_COMPLETION_INDEX" --host "$POD_NAME"',
+        "worker": f'{shlex.join([*words, "--comes-back"])} --name "worker-$JOB_COMPLETION_INDEX" --host "$POD_NAME"',
     }[role]
     if role == "worker":
         module = ["-m"] if script.is_module else []
@@ -174,8 +175,14 @@ def _budget(pods: Pods, role: str) -> Object:
 
 
 def _job(role: str, count: int, command: Sequence[str], pods: Pods, config: JobConfig) -> Object:
-    """A pod per member. A pod that dies comes back under its index, which is its name; evictions do not count."""
-    rules: list[Object] = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    """A pod per member. A pod that dies comes back under its index, which is its name. An index is complete with exit
+    code 0: so a pod that SIGTERM has made leave has another code. Neither that nor an eviction counts.
+    """
+    told = {"containerName": role, "operator": "In", "values": [LEFT]}
+    rules: list[Object] = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": told},
+    ]
     if role == "coordinator":
         codes = {"containerName": role, "operator": "In", "values": [FAILED]}
         rules.append({"action": "FailJob", "onExitCodes": codes})
@@ -218,8 +225,9 @@ def _pod(role: str, command: Sequence[str], pods: Pods, config: JobConfig) -> Ob
     spec: Object = {
         "restartPolicy": "Never",
         "subdomain": pods.name,
-        "terminationGracePeriodSeconds": int(config.leave_seconds) + GRACE_SECONDS,
+        "terminationGracePeriodSeconds": int(max(config.leave_seconds, config.save_seconds)) + GRACE_SECONDS,
         "automountServiceAccountToken": False,
+        "shareProcessNamespace": True,  # else the member is process 1, which a signal without a handler does not end
         "containers": [container],
         "volumes": [
             {"name": "job", "secret": {"secretName": pods.name, "defaultMode": 0o440}},

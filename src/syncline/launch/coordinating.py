@@ -19,10 +19,12 @@ from syncline import faults
 from syncline.coordinator.recording import Recorder
 from syncline.coordinator.service import Coordinator
 from syncline.core.membership import Outcome
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, SynclineError
 from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import say
+from syncline.launch.restarts import LEFT
+from syncline.launch.watching import ask_to_save
 from syncline.net import tcp
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Connection, Peer
@@ -52,8 +54,11 @@ def run_coordinator(
     *,
     resumes: bool = False,
     page: PagePlan | None = None,
+    ends_job: bool = False,
 ) -> int:
-    """Serves until the job has ended; returns the exit code. `resumes`: an earlier coordinator has died."""
+    """Serves until the job has ended; returns the exit code. `resumes`: an earlier coordinator has died. `ends_job`:
+    on SIGTERM the job is saved and ends, since no other process has the journal.
+    """
     outcomes: list[Outcome] = []
     log = say("coordinator")
     faults.arm("coordinator", file.folder)
@@ -82,7 +87,11 @@ def run_coordinator(
 
     identity = tcp.Identity(file.job, file.token_bytes, Peer("coordinator", "coordinator", 0))
     listener = tcp.Listener(identity, accept, sock=sock, log=log)
-    _wait_for_the_save(file)
+    end = _JobEnd(file, sock, coordinator) if ends_job else None
+    if end is None:
+        _wait_for_the_save(file)
+    else:
+        signal.signal(signal.SIGTERM, end)
     recorder = Recorder(coordinator.job, coordinator.status, file.folder)
     sinks = _begin_sinks(file, coordinator, recorder)
     recorder.start()
@@ -100,7 +109,40 @@ def run_coordinator(
     listener.close()
     coordinator.close()
     journal.close()
-    return 1 if outcomes and outcomes[0].failed else 0
+    if not (outcomes and outcomes[0].failed):
+        return 0
+    return LEFT if end is not None and end.is_told else 1
+
+
+class _JobEnd:
+    """Handles SIGTERM in a coordinator whose job ends with it. The signal may have gone to all members, which stay
+    until the job is saved. A second one ends this process at once.
+    """
+
+    def __init__(self, file: JobFile, sock: socket.socket, coordinator: Coordinator) -> None:
+        self._file = msgspec.structs.replace(file, host=str(sock.getsockname()[0]))
+        self._coordinator = coordinator
+        self._seconds = coordinator.config.save_seconds
+        self.is_told = False  # before the job had ended
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self._coordinator.job.over.is_set():
+            return  # it ends already
+        if self.is_told:
+            os._exit(LEFT)
+        self.is_told = True
+        threading.Thread(target=self._end, name="end of the job", daemon=True).start()
+
+    def _end(self) -> None:
+        log = self._coordinator.job.log_line
+        if self._coordinator.config.checkpoint and self._coordinator.membership.formed:
+            log("SIGTERM: the job is saved, then it ends")
+            self._coordinator.announce_end(self._seconds + LINGER_SECONDS)
+            try:
+                log(f"saved {ask_to_save(self._file, self._seconds, 'SIGTERM').name}")
+            except (SynclineError, OSError) as error:
+                log(f"the job is not saved: {error}")
+        self._coordinator.end_early("SIGTERM has ended the coordinator, and the job with it")
 
 
 def _begin_sinks(file: JobFile, coordinator: Coordinator, recorder: Recorder) -> list[SinkThread]:

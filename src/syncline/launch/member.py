@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -21,13 +21,16 @@ from syncline.extensions import see_beside
 from syncline.launch import lifeline, threads
 from syncline.launch.membership import say
 from syncline.launch.processes import MemberPlan
-from syncline.launch.restarts import EVICTED
+from syncline.launch.restarts import EVICTED, LEFT
 from syncline.launch.ringing import OwnServer
 from syncline.launch.start import Invitation, invite
 from syncline.launch.tracebacks import describe
 from syncline.worker.current import current_job, has_current_job
 from syncline.worker.stages import StagePlace, StageProcesses, fork_stages
 from syncline.worker.steps import MISUSED
+
+if TYPE_CHECKING:
+    from syncline.worker.job import Job
 
 
 def member() -> int:
@@ -145,7 +148,7 @@ def _run_script(plan: MemberPlan) -> None:
 def _run_as_worker(plan: MemberPlan, own_server: OwnServer | None, stages: StageProcesses | None) -> int:
     invite(Invitation(plan.file, plan.name, plan.host, own_server, stages))
     faults.arm(plan.name, plan.file.folder)
-    leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")))
+    left = leave_on_sigterm(saves=bool(plan.file.given.get("checkpoint")), comes_back=plan.comes_back)
     try:
         _run_script(plan)
         code = 0
@@ -153,7 +156,13 @@ def _run_as_worker(plan: MemberPlan, own_server: OwnServer | None, stages: Stage
         code = exit_code(stop)
     except BaseException as caught:
         code = _failed(plan, caught)
-    return _finish(plan, code)
+    known = [*left, *([current_job()] if has_current_job() else [])]
+    code = _finish(plan, code)
+    if plan.comes_back and (
+        any(job.has_lost_coordinator for job in known) or (code == 0 and any(job.has_retired for job in left))
+    ):
+        return LEFT
+    return code
 
 
 def _failed(plan: MemberPlan, error: BaseException) -> int:
@@ -179,22 +188,27 @@ def _failed(plan: MemberPlan, error: BaseException) -> int:
     return code
 
 
-def leave_on_sigterm(*, saves: bool = False) -> None:
+def leave_on_sigterm(*, saves: bool = False, comes_back: bool = False) -> list[Job]:
     """SIGTERM: finish the step and leave the job; again: end at once. A script may do otherwise.
 
-    `saves`: where it went to the whole job, that is saved first.
+    `saves`: where it went to the whole job, that is saved first. `comes_back`: another process takes this one's
+    place; then the result is the job that was asked to let this worker go, if any.
     """
+    left: list[Job] = []
     if threading.current_thread() is not threading.main_thread():
-        return
+        return left
 
     def leave() -> None:
         if has_current_job():
-            current_job().retire()
+            left[:] = [current_job()] if comes_back else []
+            current_job().retire(comes_back=comes_back)
         else:
             os.kill(os.getpid(), signal.SIGTERM)  # the second SIGTERM ends the process at once
 
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lifeline.ToldToEnd(leave, saves=saves))
+        seconds = lifeline.POD_WORD_SECONDS if comes_back else lifeline.WORD_SECONDS
+        signal.signal(signal.SIGTERM, lifeline.ToldToEnd(leave, saves=saves, word_seconds=seconds))
+    return left
 
 
 def exit_code(stop: SystemExit) -> int:

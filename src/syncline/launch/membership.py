@@ -34,6 +34,8 @@ from syncline.worker.session import CoordinatorHandlers
 #: A member may start before its coordinator listens. A coordinator that listens but is silent is still starting: then
 #: a member waits as long as for the job to be formed.
 CONNECT_SECONDS = 20.0
+#: After so long of waiting for a coordinator, a line says so.
+PATIENT_SECONDS = 5.0
 #: Pause before a busy server on this host is dialled again.
 AGAIN_SECONDS = 0.5
 
@@ -64,6 +66,28 @@ def connect(file: JobFile, identity: tcp.Identity) -> SocketConnection:
                     "still running? if not, start a new one: syncline coordinator --job FILE"
                 ) from None
             time.sleep(0.05)
+
+
+def await_coordinator(file: JobFile, log: Callable[[str], None], remedy: str) -> None:
+    """In a cluster whose coordinator may start much later: waits until its name is known and it listens, for
+    `start_seconds` at most. `remedy`: where to look.
+    """
+    began, said, seconds = time.monotonic(), False, configuration.resolve(file.given).start_seconds
+    while True:
+        try:
+            socket.create_connection((file.host, file.port), 5.0).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > seconds:
+                raise ConnectionLost(
+                    f"no coordinator at {file.host}:{file.port} within {seconds:g} s: {error}; {remedy}; if it needs "
+                    "longer, make the job with a higher --start-seconds"
+                ) from None
+            if waited > PATIENT_SECONDS and not said:
+                said = True
+                log(f"waits for the coordinator at {file.host}:{file.port} ({error}); {remedy}")
+            time.sleep(AGAIN_SECONDS)
 
 
 def local_address(file: JobFile) -> str:

@@ -46,6 +46,7 @@ class MemberPlan(msgspec.Struct, frozen=True, kw_only=True):
     page_fd: int | None = None  #: coordinator: the socket of the web page
     page_code: str = ""  #: coordinator: opens the page once
     resumes: bool = False  #: coordinator: the job has begun before, and its journal is there
+    comes_back: bool = False  #: what started it starts it again when SIGTERM has made it leave
     starts_again: bool = False  #: an earlier process of this name has died
     loads_torch: bool = False  #: it will; with the fork server it has it already
 

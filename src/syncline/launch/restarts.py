@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 
 from syncline.worker.steps import CANNOT_RESUME, REMEDY
 
@@ -13,6 +14,8 @@ LONGEST_PAUSE_SECONDS = 5.0
 COORDINATOR_SECONDS = 60.0
 #: Exit code of an evicted process: not the script's fault.
 EVICTED = 75
+#: Exit code of a member that SIGTERM has made leave and that is to come back: as if the signal had ended it.
+LEFT = 128 + signal.SIGTERM
 
 
 @dataclasses.dataclass(frozen=True)

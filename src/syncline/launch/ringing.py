@@ -13,6 +13,7 @@ from syncline.core.ring import check_process_group_gpus, partner_of
 from syncline.errors import ConfigError, JobFailed, SynclineError, WaitTimeout
 from syncline.launch.hosts import local_place
 from syncline.launch.jobfile import JobFile
+from syncline.launch.restarts import LEFT
 from syncline.net.device_channel import DeviceChannel
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class OwnServer:
         serving = self._serving
         if serving is None:
             return code
-        if code == 0 and not self._is_over.wait(TOGETHER_SECONDS):
+        if code in (0, LEFT) and not self._is_over.wait(TOGETHER_SECONDS):
             threading.Thread(target=self._leave, args=(serving,), name="retire", daemon=True).start()
             self._is_over.wait()
         serving.close()

@@ -21,7 +21,7 @@ from syncline.launch.compiler import leave_out_the_compiler
 from syncline.launch.jobfile import JobFile
 from syncline.launch.lives import LEAVES
 from syncline.launch.membership import connect, join, local_address, myself, reach, say, unix_name
-from syncline.launch.restarts import EVICTED
+from syncline.launch.restarts import EVICTED, LEFT
 from syncline.net import shm, tcp
 from syncline.net.device_channel import DeviceChannel
 from syncline.net.link import SILENT, Link
@@ -40,12 +40,16 @@ class End(NamedTuple):
     line: str = ""
     error: SynclineError | None = None  # why it could not join
     is_bug: bool = False  # an internal error
+    is_without_coordinator: bool = False  # that was told to end, or is gone: the job may begin again
 
 
-def run_server(file: JobFile, name: str, host: str) -> int:
-    """Hosts slices until the job has ended, or until others have them all."""
+def run_server(file: JobFile, name: str, host: str, *, comes_back: bool = False) -> int:
+    """Hosts slices until the job has ended, or until others have them all.
+
+    `comes_back`: what started this process starts it again when SIGTERM has made it leave.
+    """
     _load_torch()
-    process = _Process(file, name)
+    process = _Process(file, name, comes_back=comes_back)
     try:
         process.join(host)
         return process.wait()
@@ -98,6 +102,7 @@ class Serving:
             storage=_storage(device_channel, self._config.server_device, self.log),
             dial=self._dial,
             retire=leave,
+            ending=lifeline.job_ends,
         )
         here = local_address(file)
         unix = unix_name() if process or file.given.get("transport") != "tcp" else ""
@@ -110,7 +115,7 @@ class Serving:
             patience_seconds=self._config.coordinator_seconds,
             say=self.log,
             fenced=self._fenced,
-            gone=lambda reason: ends(End(1, f"JobFailed: {reason}")),
+            gone=lambda reason: ends(End(1, f"JobFailed: {reason}", is_without_coordinator=True)),
         )
 
     def log(self, line: str) -> None:
@@ -201,7 +206,8 @@ class Serving:
 
     def _over(self, over: Over) -> None:
         line = f"JobFailed: the job has ended: {over.reason}" if over.failed else ""
-        self._ends(End(1 if over.failed else 0, line))
+        is_without = over.failed and over.culprit == "coordinator"
+        self._ends(End(1 if over.failed else 0, line, is_without_coordinator=is_without))
 
     def _fenced(self, error: FencedError) -> None:
         if self._is_leaving:
@@ -234,7 +240,8 @@ class Serving:
 class _Process:
     """A dedicated server process."""
 
-    def __init__(self, file: JobFile, name: str) -> None:
+    def __init__(self, file: JobFile, name: str, *, comes_back: bool) -> None:
+        self._comes_back, self._is_told = comes_back, False
         self._saves = bool(configuration.resolve(file.given).checkpoint)
         self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
         self._leaving = threading.Lock()
@@ -250,11 +257,14 @@ class _Process:
         is saved first.
         """
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lifeline.ToldToEnd(self._told_to_end, saves=self._saves))
+            seconds = lifeline.POD_WORD_SECONDS if self._comes_back else lifeline.WORD_SECONDS
+            told = lifeline.ToldToEnd(self._told_to_end, saves=self._saves, word_seconds=seconds)
+            signal.signal(signal.SIGTERM, told)
 
     def _told_to_end(self) -> None:
         if not self.serving.is_in:
-            os._exit(128 + signal.SIGTERM)
+            os._exit(LEFT)
+        self._is_told = True
         self._leave()
 
     def _leave(self) -> None:
@@ -267,7 +277,7 @@ class _Process:
         try:
             self.serving.log(LEAVES)
             self.serving.leave()
-            self._ends.put(End(0))
+            self._ends.put(End(LEFT if self._comes_back and self._is_told else 0))
         except SynclineError as error:
             self.serving.log(f"cannot leave: {error}")
             self._leaving.release()
@@ -280,7 +290,7 @@ class _Process:
             raise end.error
         if end.line:
             self.serving.log(end.line)
-        return end.code
+        return LEFT if self._comes_back and end.is_without_coordinator else end.code
 
 
 def _storage(device_channel: DeviceChannel | None, device: str, log: Callable[[str], None]) -> SliceStorage:

@@ -12,6 +12,7 @@ from syncline.core.members import Address, Member
 from syncline.core.ring import partner_of
 from syncline.core.wire.control import Joined
 from syncline.errors import ConfigError, ConnectionLost
+from syncline.launch import lifeline
 from syncline.launch.jobfile import JobFile
 from syncline.launch.membership import (
     join,
@@ -87,6 +88,7 @@ def join_as_worker(
             '--exchange ring, or exchange = "ring" in syncline.toml'
         )
     stamp, handlers, process = Stamp(file.job), CoordinatorHandlers(), secrets.token_hex(8)
+    handlers.on_ending = lifeline.job_ends
     identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
     link = open_link(file, identity, handlers, stamp, name or "worker")
     sockets = Sockets(file, name, handlers.rosters, stamp, say(name or "worker"))

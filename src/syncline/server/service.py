@@ -22,6 +22,7 @@ from syncline.core.wire.checkpoints import Resume
 from syncline.core.wire.control import (
     AskServerStats,
     AskWhy,
+    Ending,
     GivenServerStats,
     GivenWhy,
     Heartbeat,
@@ -112,10 +113,11 @@ class Server:
         storage: SliceStorage | None = None,
         dial: Dial = _no_way,
         retire: Callable[[], None] = lambda: None,
+        ending: Callable[[float], None] = lambda seconds: None,
         hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self._pool, self._log, self._over, self._retire = pool, log, over, retire
-        self._hold_seconds = hold_seconds
+        self._hold_seconds, self._ending = hold_seconds, ending
         self._storage = storage or SliceStorage()
         self._lock, self._host_lock = threading.Lock(), threading.Lock()
         self._commits: Commits | None = None
@@ -301,6 +303,7 @@ class Server:
             AskServerStats: lambda request, message: request.reply(GivenServerStats(self.stats())),
             Over: lambda request, message: self._over(message),
             Retire: self._asked_to_retire,
+            Ending: lambda request, message: self._ending(message.seconds),
             **saving_handlers(self.snapshot_barrier, self.saving),
             **self.cuts.handlers,
             Resume: lambda request, message: self._loading.resume(request, message, self.commits),

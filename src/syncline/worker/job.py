@@ -411,11 +411,25 @@ class Job:
         for action in (*self._before_rest, *self._before_settle):
             action()
 
-    def retire(self) -> None:
+    def retire(self, *, comes_back: bool = False) -> None:
         """Asks this worker to leave after its step, or while it waits for others. Callable from any thread or
         signal handler.
+
+        `comes_back`: another process takes its place; the job waits for that.
         """
+        self._handlers.comes_back = comes_back
         self._handlers.is_retiring = True
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether it has left because it was asked to, not because its script ended."""
+        return self._handlers.has_retired
+
+    @property
+    def has_lost_coordinator(self) -> bool:
+        """Whether the job has ended because its coordinator was told to end, or is gone."""
+        over = self._handlers.over
+        return over is not None and over.failed and over.culprit == "coordinator"
 
     def leave_if_asked(self) -> None:
         """Between two steps: ends the script if this worker was asked to leave; waits while the worker is held."""
@@ -626,7 +640,8 @@ class Job:
     def _say_leave(self) -> None:
         try:
             with self.exchange.waits.of("leave"):
-                self._link.call(Leave(self._handlers.has_retired), self.config.wait_seconds)
+                retired = self._handlers.has_retired
+                self._link.call(Leave(retired, retired and self._handlers.comes_back), self.config.wait_seconds)
         except FencedError:
             return  # the servers know already
         except ConnectionLost as error:

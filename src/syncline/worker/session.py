@@ -19,6 +19,7 @@ from syncline.core.wire.control import (
     AskLife,
     AskWhy,
     Barrier,
+    Ending,
     GiveCopies,
     GivenCopies,
     GivenWhy,
@@ -215,6 +216,8 @@ class CoordinatorHandlers:
         self.evicted: FencedError | None = None
         self.heard = threading.Event()  # the outcome is known
         self.is_retiring = self.has_retired = False
+        self.comes_back = False  # what started this process starts it again when it has left
+        self.on_ending: Callable[[float], None] = lambda seconds: None
         self.pacing = StepPacing(self.check)
         self.signals = RuleSignals()
         self._parts: WorkerParts | None = None  # None until the job exists
@@ -271,6 +274,8 @@ class CoordinatorHandlers:
         message, parts = request.message, self._parts
         if isinstance(message, Over):
             self._end(message)
+        elif isinstance(message, Ending):
+            self.on_ending(message.seconds)
         elif isinstance(message, Roster):
             self.rosters.hear(message)
         elif isinstance(message, Retire):

@@ -262,9 +262,21 @@ class GivenStats(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """This member has finished, or was asked to leave; this is not a death."""
+    """This member has finished, or was asked to leave; this is not a death.
+
+    `comes_back`: it was asked to leave, and what started its process starts it again.
+    """
 
     retired: bool = False
+    comes_back: bool = False
+
+
+class Ending(Message, frozen=True):
+    """To all members: the job is saved, then it ends. A member that was told to leave stays for the save, for so long
+    at most. Not answered.
+    """
+
+    seconds: float
 
 
 class Watch(Message, frozen=True):

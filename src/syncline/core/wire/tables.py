@@ -65,6 +65,7 @@ from syncline.core.wire.control import (
     AskWhy,
     Barrier,
     Died,
+    Ending,
     Enter,
     Entered,
     GiveCopies,
@@ -171,7 +172,7 @@ from syncline.core.wire.validation import (
     WrittenCandidate,
 )
 
-PROTOCOL = 19
+PROTOCOL = 20
 ROLES = ("coordinator", "server", "worker", "launcher", "agent", "follower")
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -195,7 +196,7 @@ MESSAGES: tuple[type[Message], ...] = (
     AgentJoin, AgentAlive, StartMember, TellMember, SignalMember,
     MemberOutput, MemberEnded, EndAgent, StopJob,
     GiveSpans, GotSpans, AskLook, GivenLook, GiveMedia,
-    AskCut, GivenCut, MarkCut, MarkedCut, ReadCut, GivenSlices, EndCut, AwaitEnd,
+    AskCut, GivenCut, MarkCut, MarkedCut, ReadCut, GivenSlices, EndCut, AwaitEnd, Ending,
 )  # fmt: skip
 KIND = {message: number for number, message in enumerate(MESSAGES)}
 
@@ -217,7 +218,7 @@ MAY_SAY: dict[str, frozenset[type[Message]]] = {
         Host, AskServerStats, Over, Roster, Retire, Prepare, LetGo, Install, SeedTo, AskCopies, GiveCopies,
         Recall, AskLeaseAcks, Confirm, Pace, Expect, WriteScript, EndSave, CloseSnapshotBarrier, Mark,
         OpenSnapshotBarrier, WriteMarked, Resume, MarkCut, EndCut,
-        Steer, Called, WriteCandidate,
+        Steer, Called, WriteCandidate, Ending,
     }),
     "launcher": frozenset({
         Watch, Died, Scale, AskStatus, AskWhy, AskPage, AskLook, Pace, Save, StartMember, TellMember,
