@@ -389,11 +389,11 @@ def test_torchrun(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process itself starts in tests of engines: torchrun takes seconds, and its own port."""
     tried: list[list[str]] = []
 
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         tried.append(command)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(engines, "_run", run)
+    monkeypatch.setattr(engines.subprocess, "run", run)
     found = on_engine("torchrun", elsewhere, monkeypatch)
     assert list(found) == ["torchrun", "a process", "token"]
     assert found["torchrun"].text.startswith("of torch ") and found["a process"].text == "starts a process here"

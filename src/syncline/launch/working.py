@@ -87,8 +87,7 @@ def join_as_worker(
             'init(exchange="ring"): this job has servers, in processes of their own; set it at launch: syncline run '
             '--exchange ring, or exchange = "ring" in syncline.toml'
         )
-    stamp, handlers, process = Stamp(file.job), CoordinatorHandlers(), secrets.token_hex(8)
-    handlers.on_ending = lifeline.job_ends
+    stamp, handlers, process = Stamp(file.job), CoordinatorHandlers(lifeline.job_ends), secrets.token_hex(8)
     identity = tcp.Identity(file.job, file.token_bytes, Peer("worker", name or "worker", 0))
     link = open_link(file, identity, handlers, stamp, name or "worker")
     sockets = Sockets(file, name, handlers.rosters, stamp, say(name or "worker"))

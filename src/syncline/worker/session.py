@@ -210,14 +210,15 @@ class WorkerParts:
 class CoordinatorHandlers:
     """Handles the coordinator's messages. Slow work runs in its own thread, never in the reading one."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Callable[[float], None] = lambda seconds: None) -> None:
+        """`ending`: called when the job is saved, and then ends; with the seconds for which this process stays."""
+        self._ending = ending
         self.rosters = Rosters()
         self.over: Over | None = None
         self.evicted: FencedError | None = None
         self.heard = threading.Event()  # the outcome is known
         self.is_retiring = self.has_retired = False
         self.comes_back = False  # what started this process starts it again when it has left
-        self.on_ending: Callable[[float], None] = lambda seconds: None
         self.pacing = StepPacing(self.check)
         self.signals = RuleSignals()
         self._parts: WorkerParts | None = None  # None until the job exists
@@ -275,7 +276,7 @@ class CoordinatorHandlers:
         if isinstance(message, Over):
             self._end(message)
         elif isinstance(message, Ending):
-            self.on_ending(message.seconds)
+            self._ending(message.seconds)
         elif isinstance(message, Roster):
             self.rosters.hear(message)
         elif isinstance(message, Retire):
