@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 from typing import Any
 
+import msgspec
 import pytest
+from tests.patience import PATIENCE
 
-from syncline.engines.slurm import SlurmStep, address, expand, expand_counts, placed, step_of, warn_of_gpus
-from syncline.engines.slurm_submit import Wanted, batch_script
+from syncline.cli.main import main
+from syncline.cli.run import AS_STEP
+from syncline.config import resolve
+from syncline.engines.slurm import SlurmStep, address, expand, expand_counts, leading, placed, step_of, warn_of_gpus
+from syncline.engines.slurm_submit import Following, Wanted, ask, batch_script, limit_seconds, note_start
 from syncline.errors import ConfigError
 
 
@@ -115,23 +121,181 @@ def test_a_batch_script_asks_for_what_was_wanted(tmp_path: pathlib.Path) -> None
         assert subprocess.run(["sh", "-n", path]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "is_requeued"),
-    [(0, "RUNNING", False), (1, "RUNNING", False), (143, "RUNNING", True), (143, "COMPLETING", False)],
-)
-def test_a_batch_script_requeues_only_what_was_told_to_end(
-    tmp_path: pathlib.Path, code: int, state: str, is_requeued: bool
-) -> None:
-    """With a srun and a scontrol of our own in its path."""
-    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "JobState={state} asked: $*"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o700)
-    (tmp_path / "job.sh").write_text(script_of(Wanted(requeue=True), saves=True))
-    done = subprocess.run(
-        ["sh", tmp_path / "job.sh"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"},
+def run_batch(folder: pathlib.Path, code: int, scontrol: str, verdict: str = "") -> subprocess.CompletedProcess[str]:
+    """The batch script, with a srun, a scontrol and a sleep of our own in its path; task 0 leaves this verdict."""
+    runs = folder / "runs"
+    runs.mkdir()
+    leaves = f"printf %s '{verdict}' > {runs}/exit-code.7; " if verdict else ""
+    for name, text in (("srun", f"{leaves}exit {code}"), ("scontrol", scontrol), ("sleep", "exec /bin/sleep 0.1")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o700)
+    script = batch_script(Wanted(requeue=True), "lenet", runs, ["syncline", "run", "a b.py"], saves=True)
+    (folder / "job.sh").write_text(script)
+    return subprocess.run(
+        ["sh", folder / "job.sh"], env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == code and ("asked: requeue 7" in done.stdout) is is_requeued
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "state", "is_requeued"),
+    [
+        (0, "0", "RUNNING", False),
+        (1, "1", "RUNNING", False),
+        (1, "", "RUNNING", False),  # refused: the launcher has not begun
+        (143, "143", "RUNNING", True),
+        (143, "143", "COMPLETING", False),  # cancelled
+        (137, "", "RUNNING", True),  # the launcher was killed, on a node that lives
+        (137, "", "COMPLETING", False),
+        (137, "0", "RUNNING", False),  # a task of a lost host
+        (137, "1", "RUNNING", False),
+        (0, "143", "RUNNING", True),
+    ],
+)
+def test_a_batch_script_requeues_what_was_told_to_end_and_what_has_lost_its_launcher(
+    tmp_path: pathlib.Path, code: int, verdict: str, state: str, is_requeued: bool
+) -> None:
+    done = run_batch(tmp_path, code, f'echo "JobState={state}"; echo "asked: $*" >&2', verdict)
+    assert done.returncode == int(verdict or code) and ("asked: requeue 7" in done.stderr) is is_requeued
+    assert ("it is requeued and goes on from its checkpoint" in done.stdout) is is_requeued
+
+
+def test_a_batch_script_waits_for_a_controller_that_restarts(tmp_path: pathlib.Path) -> None:
+    """It does not answer twice, neither when it is asked for the state nor when it is told to requeue."""
+    scontrol = (
+        f'echo "$1" >> {tmp_path}/asked; [ $(grep -c -e "$1" {tmp_path}/asked) -gt 2 ] || exit 1\n'
+        'echo JobState=RUNNING; echo "asked: $*" >&2'
+    )
+    done = run_batch(tmp_path, 143, scontrol)
+    assert "asked: requeue 7" in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("", 0),
+        ("0", 0),
+        ("3", 180),
+        ("3:30", 210),
+        ("0:04:59", 299),
+        ("2:00:00", 7200),
+        ("1-0", 86_400),
+        ("1-2:30", 95_400),
+        ("0-0:04:00", 240),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("time", ["1", "4", "4:59", "0:03:00", "0-0:04"])
+def test_a_time_limit_that_leaves_no_time_for_steps_is_refused(time: str) -> None:
+    """SIGTERM would come at the start, and with --requeue the job would save and be requeued without end."""
+    Wanted(time=time).check()
+    with pytest.raises(ConfigError, match=f"--time {time} with --checkpoint: .*; give it --time 5 or more"):
+        Wanted(time=time).check(saves=True)
+    Wanted(time="5").check(saves=True)
+
+
+def test_a_job_that_is_requeued_without_a_step_of_progress_ends(tmp_path: pathlib.Path) -> None:
+    for restart, step in enumerate([0, 0, 0, 7, 7, 7]):  # a step that was saved counts
+        note_start(tmp_path, "7", restart, step)
+    with pytest.raises(ConfigError, match=r"job 7 was requeued 3 times in a row without saving a step .* of step 7"):
+        note_start(tmp_path, "7", 6, 7)
+    note_start(tmp_path, "7", 0, 7)  # another job with this number, or the same command again
+    note_start(tmp_path, "8", 3, 7)  # nothing is known of its starts before
+
+
+class Controller:
+    """A scontrol that answers by a list of shell lines, one after the other; the last one again and again."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+        for number, line in enumerate(lines):
+            (folder / f"line-{number}").write_text(f"echo > {folder}/seen-{number}\n{line}\n")
+        path = folder / "scontrol"
+        each = "\n".join(f"[ -e {folder}/seen-{n} ] || exec sh {folder}/line-{n}" for n in range(len(lines) - 1))
+        path.write_text(f"#!/bin/sh\n{each}\nexec sh {folder}/line-{len(lines) - 1}\n")
+        path.chmod(0o700)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setattr("syncline.engines.slurm_submit.LOOK_SECONDS", 0.01)
+        self.said: list[str] = []
+        self.output = folder / "slurm-7.out"
+
+    def follow(self, restart_seconds: float = PATIENCE) -> int:
+        return Following("7", self.output, self.said.append, restart_seconds).run(0.0)
+
+
+RESTARTS = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+RUNS, ENDED = "echo JobState=RUNNING Reason=None", "echo JobState=COMPLETED Reason=None ExitCode=0:0"
+
+
+def test_a_controller_that_restarts_does_not_end_the_follower(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(tmp_path, monkeypatch, RUNS, RESTARTS, RESTARTS, RUNS, ENDED)
+    assert controller.follow() == 0
+
+
+def test_a_controller_that_stays_away_is_named_and_how_to_follow_on(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(tmp_path, monkeypatch, RUNS, RESTARTS)
+    with pytest.raises(ConfigError) as caught:
+        controller.follow(0.2)
+    told = str(caught.value)
+    assert "Unable to contact slurm controller" in told and "tail -F" in told and "squeue -j 7" in told, told
+
+
+def test_a_job_that_slurm_has_forgotten_has_its_own_exit_code(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    controller = Controller(tmp_path, monkeypatch, RUNS, forgotten)
+    (tmp_path / "exit-code.7").write_text("3")
+    assert controller.follow() == 3
+    (tmp_path / "exit-code.7").unlink()
+    with pytest.raises(ConfigError, match=r"does not know job 7 any more; its output is in .*slurm-7.out"):
+        controller.follow()
+
+
+def test_a_command_of_slurm_that_is_gone_is_named() -> None:
+    with pytest.raises(ConfigError, match="Slurm's command no-such-scontrol cannot be started here: No such file"):
+        ask(["no-such-scontrol"])
+
+
+def test_what_killed_launchers_have_left_goes_at_the_next_start(tmp_path: pathlib.Path) -> None:
+    """Of this job only, and of earlier starts only: another step of it may run at the same time."""
+    now = step(SLURM_RESTART_COUNT="2")
+    config = resolve({"runs": str(tmp_path), "bind": "127.0.0.1", "start_seconds": PATIENCE})
+    for name in ("7.0.0", "7.3.1", "7.3.2", "8.0.0"):
+        (tmp_path / f".slurm-{name}").mkdir(mode=0o700)
+        (tmp_path / f".slurm-{name}" / "agents.json").touch()
+    alone = msgspec.structs.replace(now, task=0, host="n1", hosts={"n1": 1})
+    with leading(alone, config, lambda text: None):
+        assert (tmp_path / ".slurm-7.0.2" / "agents.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".slurm-7.3.2", ".slurm-8.0.0"]
+
+
+def test_a_task_of_a_batch_job_without_a_step_submits_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs the words of the command that has submitted it: each job would submit another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(AS_STEP, "1")
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    for name, text in (("sbatch", f"touch {tmp_path}/submitted; echo 8"), ("scontrol", ENDED)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).symlink_to("scontrol")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "train.py").touch()
+    for on in (["--on", "slurm"], []):
+        monkeypatch.setattr("sys.argv", ["syncline", "run", "--name", "again", *on, "train.py"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2 and "nothing is started or submitted" in capsys.readouterr().err
+    assert not (tmp_path / "submitted").exists()
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,16 @@ def run(
         int | None,
         typer.Option("--cpus-per-node", metavar="N", help="Slurm: cores of each node. [default: whole nodes]"),
     ] = None,
-    time: Annotated[str | None, typer.Option(metavar="H:MM:SS", help="Slurm: time limit.")] = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="H:MM:SS", help="Slurm: time limit; with --checkpoint 5 minutes or more.")
+    ] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm: partition of the cluster.")] = None,
     requeue: Annotated[
         bool,
         typer.Option(
             "--requeue",
             help="Slurm: before the time limit save, requeue and go on from the checkpoint; also after "
-            "the loss of the first node.",
+            "the loss of the first node or of the launcher. Ends after three starts in a row that saved no step.",
         ),
     ] = False,
     engine_options: Annotated[
@@ -138,6 +140,8 @@ def run(
         from syncline.cli.slurm import run_task
 
         raise typer.Exit(run_task(told, step))
+    if on in (None, "slurm"):
+        check_not_submitted()
     if on == "slurm":
         from syncline.cli.slurm import run_job_on_slurm
 
@@ -212,6 +216,18 @@ def step_here() -> SlurmStep | None:
 
     step = step_of(environment)
     return step if step is not None and (step.num_tasks > 1 or environment.get(AS_STEP)) else None
+
+
+def check_not_submitted() -> None:
+    """A task of a submitted job runs the words of the command that has submitted it, `--on slurm` among them."""
+    if not configuration.inherited_environment({}).get(AS_STEP):
+        return
+    raise ConfigError(
+        f"{AS_STEP} is set, as in the batch jobs of syncline run --on slurm, but Slurm's variables do not say which "
+        "task of which step this process is (SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, SLURM_PROCID): nothing "
+        "is started or submitted. Does a prolog or a wrapper of srun clear them? For a job of its own beside the "
+        f"batch job: unset {AS_STEP}, or --on local"
+    )
 
 
 #: Set by a submitted job: its step is one even with a single task.

@@ -16,17 +16,21 @@ from syncline.engines import slurm
 from syncline.engines.detached import close_folder
 from syncline.engines.slurm_submit import (
     BATCH,
-    EXIT_CODE,
     Following,
     Wanted,
     batch_script,
     check_here,
+    exit_code_of,
+    exit_code_path,
     leave_no_empty_job,
+    note_start,
     output_of,
     submit,
 )
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.running import run_job, settle_name
+from syncline.store import checkpoints
+from syncline.store.folders import open_folder
 
 
 def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
@@ -35,11 +39,18 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
         given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
         if step.task:
             folder = pathlib.Path(config.runs) / config.name
-            return slurm.follow(step, config, lambda: _lost(step, folder))
+            return slurm.follow(step, config, lambda: _lost(step, folder), lambda: _ended(step, folder))
     except SynclineError as error:
         raise type(error)(f"task {step.task} on {step.host}: {error}") from None
     given, config = settle_name(given, config, target)
-    close_folder(pathlib.Path(config.runs) / config.name)
+    folder = pathlib.Path(config.runs) / config.name
+    close_folder(folder)
+    if is_submitted() and config.checkpoint:
+        try:
+            note_start(folder, step.job, int(step.restart), _saved_step(config.checkpoint))
+        except ConfigError:
+            exit_code_path(folder, step.job).write_text("2")
+            raise
     with TerminalScreen(config.policy) as screen:
 
         def say(text: str) -> None:
@@ -54,8 +65,20 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
             )  # fmt: skip
             hub.close(code)
     if is_submitted():
-        (pathlib.Path(config.runs) / config.name / f"{EXIT_CODE}.{step.job}").write_text(str(code))
+        exit_code_path(folder, step.job).write_text(str(code))
     return code
+
+
+def _saved_step(checkpoint: str) -> int:
+    """The step of the newest checkpoint in this folder."""
+    return max(
+        (found.manifest.step for found in checkpoints.find(open_folder(checkpoint)) if found.manifest), default=0
+    )
+
+
+def _ended(step: slurm.SlurmStep, folder: pathlib.Path) -> int | None:
+    """The exit code of a task 0 that has ended before it began the job."""
+    return exit_code_of(folder, step.job) if is_submitted() else None
 
 
 def is_submitted() -> bool:
@@ -94,6 +117,7 @@ def run_job_on_slurm(told: Mapping[str, Any], asked: Mapping[str, Any], queue_se
     given, config, target = prepare(launch)
     if config.hosts:
         raise ConfigError(f"-H {config.hosts} and --on slurm: Slurm chooses the hosts; use --nodes")
+    wanted.check(saves=bool(config.checkpoint))
     if wanted.requeue and not config.checkpoint:
         raise ConfigError("--requeue goes on from a checkpoint: add --checkpoint DIR")
     given, config = settle_name(given, config, target)

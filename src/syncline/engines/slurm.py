@@ -155,6 +155,7 @@ def leading(step: SlurmStep, config: JobConfig, say: Callable[[str], None]) -> I
             port=int(sock.getsockname()[1]), given={"start_seconds": config.start_seconds},
         )  # fmt: skip
         hub = stack.enter_context(Hub(file, sock, say))
+        _remove_stale(step, config.runs)
         stack.enter_context(_published(meeting_folder(step, config.runs), file))
         expected = {**step.hosts, step.host: step.hosts[step.host] - 1}  # this task is none
         hub.gather(expected, config.start_seconds)
@@ -177,18 +178,23 @@ def _published(folder: pathlib.Path, file: JobFile) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            (folder / MEETING).unlink(missing_ok=True)
-            folder.rmdir()
+        _remove(folder)
 
 
-def follow(step: SlurmStep, config: JobConfig, lost: Callable[[], None]) -> int:
+def follow(
+    step: SlurmStep,
+    config: JobConfig,
+    lost: Callable[[], None],
+    ended: Callable[[], int | None] = lambda: None,
+) -> int:
     """Every other task: an agent, until the job is over; the job's exit code. `lost`: is called when the launcher is
-    gone without a word.
+    gone without a word. `ended`: the exit code of a launcher that has given up before it came to the others.
     """
     path = meeting_folder(step, config.runs) / MEETING
     begun, said = time.monotonic(), False
     while not path.exists():
+        if (code := ended()) is not None:
+            return code
         waited = time.monotonic() - begun
         missing = (
             f"task {step.task} on {step.host} finds no {path.absolute()}, which task 0 writes; is the working folder "
@@ -204,8 +210,23 @@ def follow(step: SlurmStep, config: JobConfig, lost: Callable[[], None]) -> int:
     agent = Agent(plan)
     code = agent.run(config.start_seconds)
     if agent.has_lost_launcher:
+        _remove(path.parent)
         lost()
     return code
+
+
+def _remove(meeting: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        (meeting / MEETING).unlink(missing_ok=True)
+        meeting.rmdir()
+
+
+def _remove_stale(step: SlurmStep, runs: str) -> None:
+    """What earlier starts of this job have left, whose launchers were killed."""
+    for folder in pathlib.Path(runs).glob(f".slurm-{step.job}.*"):
+        restart = folder.name.rpartition(".")[2]
+        if restart.isdecimal() and step.restart.isdecimal() and int(restart) < int(step.restart):
+            _remove(folder)
 
 
 def warn_of_gpus(step: SlurmStep, num_gpus: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import shlex
@@ -22,10 +23,13 @@ BATCH = "job.sh"
 EXIT_CODE = "exit-code"
 #: Touched by the batch shell while it lives, so often; a shell that has not for so long is gone with its node.
 BEAT, BEAT_SECONDS, SILENT_SECONDS = "alive", 5, 60.0
-#: Between two looks at the queue; for one answer of Slurm.
-LOOK_SECONDS, ANSWER_SECONDS = 1.0, 60.0
-#: Between SIGTERM and the end of the time limit. Slurm sends signals up to a minute early.
-WARN_SECONDS = 120
+#: Between two looks at the queue; for one answer of Slurm; and for a controller that restarts to answer again.
+LOOK_SECONDS, ANSWER_SECONDS, RESTART_SECONDS = 1.0, 60.0, 60.0
+#: Between SIGTERM and the end of the time limit. Slurm sends signals up to a minute early: a limit that is to leave
+#: time for steps is longer than both together.
+WARN_SECONDS, LEAST_LIMIT_SECONDS = 120, 300
+#: Where a job notes its starts, and how many in a row may save no step more than the one before.
+STARTS, MOST_FRUITLESS = "starts", 3
 #: Exit code of a launcher that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
 #: What Slurm says of a job that its limits will never let start.
@@ -34,6 +38,8 @@ NEVER = frozenset({
     "QOSMaxNodePerUserLimit", "QOSMaxWallDurationPerJobLimit", "InvalidQOS", "InvalidAccount", "PartitionInactive",
     "PartitionDown", "DependencyNeverSatisfied",
 })  # fmt: skip
+#: What it says of a job that has ended long ago.
+FORGOTTEN = "Invalid job id"
 _OVER = frozenset({
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED",
 })  # fmt: skip
@@ -50,15 +56,32 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     requeue: bool = False  #: go on after the time limit, a preemption or the loss of the first node
     options: str = ""  #: more options of sbatch
 
-    def check(self) -> None:
+    def check(self, *, saves: bool = False) -> None:
+        """`saves`: the job has a checkpoint folder, and is told to save before its time limit."""
         if self.hosts < 1 or self.gpus_per_host < 0 or self.cpus_per_host < 0:
             raise ConfigError("--nodes must be 1 or more, --gpus-per-node and --cpus-per-node 0 or more")
         if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             raise ConfigError(f"--time {self.time!r}: give minutes, or days-hours:minutes:seconds, e.g. 2:00:00")
+        if saves and 0 < limit_seconds(self.time) < LEAST_LIMIT_SECONDS:
+            raise ConfigError(
+                f"--time {self.time} with --checkpoint: Slurm tells the job {WARN_SECONDS // 60} to "
+                f"{WARN_SECONDS // 60 + 1} minutes before the limit to save and end, and no time is left for steps; "
+                f"give it --time {LEAST_LIMIT_SECONDS // 60} or more"
+            )
         try:
             shlex.split(self.options)
         except ValueError as error:
             raise ConfigError(f"--engine-options {self.options!r}: {error}") from None
+
+
+def limit_seconds(text: str) -> int:
+    """The seconds of a time limit as `Wanted.check` takes it; 0: none."""
+    days, has_days, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")] if rest else []
+    if not has_days and len(parts) < 3:  # minutes, or minutes:seconds
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Sequence[str], *, saves: bool) -> str:
@@ -74,7 +97,7 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
     said += [f"--signal=TERM@{WARN_SECONDS}"] if saves else []
     said += shlex.split(wanted.options)
     alive = f'{shlex.quote(str(folder / BEAT))}."$SLURM_JOB_ID"'
-    verdict = f'{shlex.quote(str(folder / EXIT_CODE))}."$SLURM_JOB_ID"'
+    verdict = f'{shlex.quote(str(folder / EXIT_CODE))}."$SLURM_JOB_ID"'  # `exit_code_path`
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH {shlex.quote(word)}" for word in said),
@@ -89,15 +112,25 @@ def batch_script(wanted: Wanted, name: str, folder: pathlib.Path, command: Seque
         f"while kill -0 $step 2>/dev/null && [ $code -eq {TERMINATED} ]; do wait $step; code=$?; done",
     ]
     lines.append(f"kill $beat 2>/dev/null; rm -f {alive}")
-    # Tasks of a lost host fail, however the job ends: its own exit code counts.
-    lines += [f"[ -s {verdict} ] && code=$(cat {verdict})"]
+    # Tasks of a lost host fail, however the job ends: its own exit code counts. Without one the launcher was killed.
+    lines += [
+        "why=",
+        f"if [ -s {verdict} ]; then code=$(cat {verdict}); elif [ $code -gt 128 ]; then",
+        '    why="has lost its launcher (exit code $code; 137: it was killed, perhaps for lack of memory)"',
+        "fi",
+        f'[ $code -eq {TERMINATED} ] && why="was told to end"',
+    ]
     if wanted.requeue:
-        # A job that was cancelled does not run any more; Slurm would requeue it all the same.
-        state = 'scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING'
+        # A job that was cancelled does not run any more; Slurm would requeue it all the same. A controller that
+        # restarts answers later.
         lines += [
-            f"if [ $code -eq {TERMINATED} ] && {state}; then",
-            '    echo "syncline: job $SLURM_JOB_ID was told to end; it is requeued and goes on from its checkpoint"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            'asked() { tries=12; until "$@"; do tries=$((tries - 1)); [ $tries -gt 0 ] || return 1; sleep 5; done; }',
+            'if [ -n "$why" ]; then',
+            '    case "$(asked scontrol --oneliner show job "$SLURM_JOB_ID")" in *JobState=RUNNING*)',
+            '        echo "syncline: job $SLURM_JOB_ID $why; it is requeued and goes on from its checkpoint"',
+            '        asked scontrol requeue "$SLURM_JOB_ID" ||',
+            '            echo "syncline: Slurm does not requeue job $SLURM_JOB_ID; submit it again to go on";;',
+            "    esac",
             "fi",
         ]
     return "\n".join([*lines, "exit $code", ""])
@@ -122,15 +155,60 @@ def leave_no_empty_job(folder: pathlib.Path, job: str, say: Callable[[str], None
         if not before or _beat(folder, job) != before:
             return  # the shell lives, or has ended: it ends the job
         time.sleep(LOOK_SECONDS / 4)
-    known = ask(["scontrol", "--oneliner", "show", "job", job]).stdout
+    known = ask_patiently(["scontrol", "--oneliner", "show", "job", job]).stdout
     if "JobState=RUNNING" not in known:
         return
     if "Requeue=1" in known:
         say(f"the first node of job {job} is lost; the job is requeued and goes on from its checkpoint")
-        ask(["scontrol", "requeue", job])
+        ask_patiently(["scontrol", "requeue", job], is_final=_has_answered)
     else:
         say(f"the first node of job {job} is lost, and the job ends; --requeue lets it go on")
-        ask(["scancel", job])
+        ask_patiently(["scancel", job], is_final=_has_answered)
+
+
+def _has_answered(said: str) -> bool:
+    """Whether Slurm may have done what it was told: another task may have told it the same, and again is too much."""
+    return "Unable to contact" not in said
+
+
+class _Starts(msgspec.Struct):
+    """What the starts of a job have found in its checkpoint folder."""
+
+    step: int = 0  #: at the newest of them
+    num_fruitless: int = 0  #: in a row, the newest of them included
+
+
+def note_start(folder: pathlib.Path, job: str, restart: int, step: int) -> None:
+    """At each start of a job that may be requeued. `step`: of its newest checkpoint. ConfigError: as many starts in a
+    row have saved no step as may be, and it would go on like that for ever.
+    """
+    path, before = folder / f"{STARTS}.{job}", _Starts(step)
+    if restart:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            before = msgspec.json.decode(path.read_bytes(), type=_Starts)
+    is_fruitless = restart > 0 and step <= before.step
+    now = _Starts(step, before.num_fruitless + 1 if is_fruitless else 0)
+    path.write_bytes(msgspec.json.encode(now))
+    if now.num_fruitless >= MOST_FRUITLESS:
+        raise ConfigError(
+            f"job {job} was requeued {now.num_fruitless} times in a row without saving a step in between (its newest "
+            f"checkpoint is of step {step}), and would go on like that for ever: it ends. Its output says what ended "
+            f"each start; before a time limit (--time) it is told to save {WARN_SECONDS} seconds early, and "
+            "--save-every saves more often. The same command goes on from the checkpoint"
+        )
+
+
+def exit_code_path(folder: pathlib.Path, job: str) -> pathlib.Path:
+    return folder / f"{EXIT_CODE}.{job}"
+
+
+def exit_code_of(folder: pathlib.Path, job: str) -> int | None:
+    """What task 0 has left; None: nothing."""
+    try:
+        text = exit_code_path(folder, job).read_text()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
 
 
 def _beat(folder: pathlib.Path, job: str) -> float:
@@ -167,6 +245,28 @@ def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise ConfigError(
             f"Slurm's controller does not answer {command[0]} within {ANSWER_SECONDS:g} s; see scontrol ping"
         ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"Slurm's command {command[0]} cannot be started here: {error.strerror or error}; load its module, or "
+            "repair PATH"
+        ) from None
+
+
+def ask_patiently(
+    command: Sequence[str], seconds: float = RESTART_SECONDS, is_final: Callable[[str], bool] = lambda _: False
+) -> subprocess.CompletedProcess[str]:
+    """Asks again for so long where there is no answer: the controller may be restarting. The last answer, which may
+    be a failure. `is_final`: whether what Slurm says of a failure will not change.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            done = ask(command)
+        except ConfigError as error:
+            done = subprocess.CompletedProcess(command, 1, "", str(error))
+        if not done.returncode or is_final(done.stderr) or time.monotonic() > until:
+            return done
+        time.sleep(LOOK_SECONDS)
 
 
 def _first(text: str) -> str:
@@ -178,8 +278,10 @@ def _first(text: str) -> str:
 class Following:
     """Shows a submitted job: its state while it is queued, then its output; ends with its exit code."""
 
-    def __init__(self, job: str, output: pathlib.Path, say: Callable[[str], None]) -> None:
-        self._job, self._output, self._say = job, output, say
+    def __init__(
+        self, job: str, output: pathlib.Path, say: Callable[[str], None], restart_seconds: float = RESTART_SECONDS
+    ) -> None:
+        self._job, self._output, self._say, self._restart_seconds = job, output, say, restart_seconds
         self._shown = 0
 
     def run(self, queue_seconds: float) -> int:
@@ -206,7 +308,9 @@ class Following:
             return 130
 
     def cancel(self) -> None:
-        ask(["scancel", self._job])
+        done = ask(["scancel", self._job])
+        if done.returncode:
+            self._say(f"scancel {self._job} has failed: {_first(done.stderr)}; run it again")
 
     def _wait(self, reason: str, told: str, waited: float, queue_seconds: float) -> str:
         if reason in NEVER:
@@ -226,20 +330,29 @@ class Following:
 
     def _look(self) -> tuple[str, str, int]:
         """State, reason and exit code."""
-        done = ask(["scontrol", "--oneliner", "show", "job", self._job])
+        done = ask_patiently(
+            ["scontrol", "--oneliner", "show", "job", self._job],
+            self._restart_seconds,
+            lambda said: FORGOTTEN in said,
+        )
         found = dict(re.findall(r"(JobState|Reason|ExitCode)=(\S+)", done.stdout))
-        if "JobState" not in found:  # Slurm has forgotten it
+        if "JobState" in found:
+            code = int(found.get("ExitCode", "0:0").partition(":")[0])
+            return found["JobState"], found.get("Reason", ""), code
+        if FORGOTTEN in done.stderr:
+            if exit_code_of(self._output.parent, self._job) is not None:
+                return "COMPLETED", "", 0
             raise ConfigError(f"Slurm does not know job {self._job} any more; its output is in {self._output}")
-        code = int(found.get("ExitCode", "0:0").partition(":")[0])
-        return found["JobState"], found.get("Reason", ""), code
+        raise ConfigError(
+            f"Slurm has not answered for {self._restart_seconds:g} s: {_first(done.stderr)}. Job {self._job} is left "
+            f"to itself, and this command no longer follows it; tail -F {shlex.quote(str(self._output))} does, "
+            f"squeue -j {self._job} shows its state, and scancel {self._job} ends it"
+        )
 
     def _verdict(self, code: int) -> int:
         """The job's own exit code, where it came to its end: Slurm counts tasks of lost hosts too."""
-        try:
-            text = (self._output.parent / f"{EXIT_CODE}.{self._job}").read_text()
-        except OSError:
-            return code
-        return int(text) if text.isdecimal() else code
+        own = exit_code_of(self._output.parent, self._job)
+        return code if own is None else own
 
     def _show(self) -> None:
         try:
