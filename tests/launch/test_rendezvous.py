@@ -12,6 +12,7 @@ from tests.patience import PATIENCE
 
 from syncline.errors import ConfigError, WrongLauncher
 from syncline.launch import ranks, rendezvous
+from syncline.launch.jobfile import JobFile
 from syncline.launch.world import StartedRanks
 from syncline.net import tcp
 from syncline.net.transport import Peer
@@ -116,6 +117,26 @@ def test_a_stranger_on_the_port_is_passed_over_and_named() -> None:
         assert f"port {listener.address.port}: " in said and "do all ranks have one token" in said
     finally:
         listener.close()
+
+
+def test_ports_that_drop_what_is_sent_share_the_deadline_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would take ten seconds: eight of them much longer than the start may take. None is left out."""
+    now, asked = 1000.0, list[int]()
+
+    def silent(file: JobFile, seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        asked.append(file.port)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(rendezvous, "reach_coordinator", silent)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    meeting, refused = rendezvous.meeting_of(SECRET, "run", GIVEN), set[str]()
+    assert rendezvous.find(meeting, "192.0.2.1", GIVEN, refused, 24.0) is None
+    assert asked == meeting.ports and now <= 1024.0 + 1e-6
+    assert rendezvous.find(meeting, "192.0.2.1", GIVEN, refused, 0.0) is None and asked == meeting.ports
+    said = str(rendezvous.no_coordinator(FAR, "192.0.2.1", meeting.ports, 24.0, refused))
+    assert f"port {meeting.ports[0]}: no answer; does a firewall drop" in said
 
 
 def test_ports_that_are_taken_are_passed_over() -> None:

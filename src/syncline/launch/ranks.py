@@ -108,7 +108,8 @@ def _find(world: StartedRanks, given: dict[str, Any]) -> JobFile:
         if (secret := secret_of(world)) is not None:
             meeting = rendezvous.meeting_of(secret, world.run, given)
             ports = meeting.ports
-            if (file := rendezvous.find(meeting, host, given, refused)) is not None:
+            left = until - time.monotonic()
+            if (file := rendezvous.find(meeting, host, given, refused, left)) is not None:
                 return file
         if time.monotonic() > until:
             raise rendezvous.no_coordinator(world, host, ports, seconds, refused)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import pathlib
 import re
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -184,25 +186,36 @@ def _own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def find(meeting: Meeting, host: str, given: dict[str, Any], refused: set[str]) -> JobFile | None:
-    """The job of this start, if its coordinator listens and has not begun without us. Adds why not to `refused`."""
-    for port in meeting.ports:
-        file = meeting.file(host, port, given)
+def find(
+    meeting: Meeting, host: str, given: dict[str, Any], refused: set[str], seconds: float = math.inf
+) -> JobFile | None:
+    """The job of this start, if its coordinator listens and has not begun without us. Adds why not to `refused`.
+
+    `seconds`: for all ports together, in equal shares: a firewall may drop what is sent to them.
+    """
+    until = time.monotonic() + seconds
+    for number, port in enumerate(meeting.ports):
+        file, left = meeting.file(host, port, given), until - time.monotonic()
+        if left <= 0:
+            break
         try:
-            if _awaits_us(file):
+            if _awaits_us(file, min(ANSWER_SECONDS, left / (len(meeting.ports) - number))):
                 return file
         except (TokenError, ProtocolError) as error:
             refused.add(f"port {port}: {error}")
+        except TimeoutError:
+            refused.add(f"port {port}: no answer; does a firewall drop what is sent there?")
         except (ConnectionLost, SynclineError, OSError):
             continue
     return None
 
 
-def _awaits_us(file: JobFile) -> bool:
+def _awaits_us(file: JobFile, seconds: float) -> bool:
     """An earlier start with the same secret may be ending there: its job has begun, or is over."""
-    endpoint = reach_coordinator(file, ANSWER_SECONDS)
+    until = time.monotonic() + seconds
+    endpoint = reach_coordinator(file, seconds)
     try:
-        standings = endpoint.call(Watch()).wait(ANSWER_SECONDS)
+        standings = endpoint.call(Watch()).wait(max(0.0, until - time.monotonic()))
     finally:
         endpoint.close()
     return isinstance(standings, Standings) and not standings.formed and not standings.verdict
