@@ -18,6 +18,7 @@ from syncline.core.members import Standing
 from syncline.core.membership import JobState
 from syncline.core.rule import Rule
 from syncline.core.slice_state import Copy
+from syncline.core.versions import InstalledVersions
 from syncline.core.wire.checkpoints import (
     CloseSnapshotBarrier,
     Expect,
@@ -98,6 +99,7 @@ class Played:
 
     def __init__(self, job: Job, role: str, name: str, host: str = "a") -> None:
         self.job, self.role, self.name, self.host = job, role, name, host
+        self.versions: InstalledVersions | None = None
         self.heard: list[Message] = []
         self.held: list[Request] = []
         self.holds: set[type[Message]] = set()  # not answered until the test does
@@ -195,7 +197,9 @@ class Played:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def ask_to_join(self) -> Call:
-        return self.endpoint.call(Join(self.role, self.name, self.host, 1, None, {}, self.process, "cpu"))
+        return self.endpoint.call(
+            Join(self.role, self.name, self.host, 1, None, {}, self.process, "cpu", versions=self.versions)
+        )
 
     def joined(self, call: Call) -> Joined:
         answer = call.wait(SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.coordinator.played import SECONDS, jobs, until
 from syncline.core.members import Standing
 from syncline.core.replica_sets import ReplicaSet, protection
 from syncline.core.slice_state import life_of
+from syncline.core.versions import InstalledVersions
 from syncline.core.wire.control import (
     AskRoster,
     AskStatus,
@@ -35,13 +37,56 @@ from syncline.core.wire.control import (
     Scale,
 )
 from syncline.core.wire.message import Done
-from syncline.errors import ConnectionLost, FencedError, ProtocolError
+from syncline.errors import ConnectionLost, FencedError, JobFailed, ProtocolError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
 from syncline.stats import Wait
 
 __all__ = ["jobs"]
+
+
+HERE = InstalledVersions("3.11.4", "1.0", "2.13.0")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        (
+            InstalledVersions("3.12.1", "1.0", "2.13.0"),
+            "worker-2 on host b has Python 3.12.1, worker-0 on host a 3.11.4",
+        ),
+        (InstalledVersions("3.11.4", "0.9", "2.13.0"), "worker-2 on host b has syncline 0.9, worker-0 on host a 1.0"),
+    ],
+)
+def test_ranks_with_other_versions_end_the_job_before_it_begins(
+    jobs: Any, order: Sequence[int], there: InstalledVersions, told: str
+) -> None:
+    """Whichever rank comes first: all hear which host has what, and none waits for the deadline of the start."""
+    job = jobs(workers=3, servers=1)
+    job.play("server", "server-0").ask_to_join()
+    calls = []
+    for rank in order:
+        member = job.play("worker", f"worker-{rank}", "b" if rank == 2 else "a")
+        member.versions = there if rank == 2 else HERE
+        calls.append(member.ask_to_join())
+    for call in calls:
+        with pytest.raises((JobFailed, ConnectionLost), match=re.escape(told)):
+            call.wait(SECONDS)
+    assert job.coordinator.membership.outcome.culprit == "worker-2"
+
+
+def test_ranks_with_another_patch_of_python_or_another_torch_join_and_torch_is_told(jobs: Any) -> None:
+    job = jobs(workers=2, servers=1)
+    calls = [job.play("server", "server-0").ask_to_join()]
+    for rank, versions in enumerate([HERE, InstalledVersions("3.11.9", "1.0", "")]):
+        member = job.play("worker", f"worker-{rank}", "local")
+        member.versions = versions
+        calls.append(member.ask_to_join())
+    for call in calls:
+        call.wait(SECONDS)
+    assert any("worker-1 has torch not installed, worker-0 2.13.0" in line for line in job.log)
 
 
 def test_an_evicted_worker_is_kept_on_disk_then_fenced_everywhere_then_barriers_open(jobs: Any) -> None:

@@ -18,6 +18,7 @@ from syncline.core.checkpoint.schedule import check_words
 from syncline.core.members import Member
 from syncline.core.ring import partner_of
 from syncline.core.settings import check_settings
+from syncline.core.versions import MemberVersions
 from syncline.core.wire.control import Died, Join, Joined, Leave, Rejoin, Report
 from syncline.core.wire.message import Done, Message
 from syncline.errors import ConfigError, JobFailed, ProtocolError
@@ -45,8 +46,10 @@ class PendingJoins:
     def __init__(self) -> None:
         self.defaults: dict[str, dict[str, Any]] = {}  # the settings in each member's script
         self.requests: dict[str, Request] = {}
+        self.versions = MemberVersions("worker-0")  # rank 0
 
     def forget(self, name: str) -> None:
+        self.versions.forget(name)
         self.defaults.pop(name, None)
         self.requests.pop(name, None)
 
@@ -258,7 +261,10 @@ class JoinService:
             self._pending.defaults[member.name] = message.defaults
             if not self._job.membership.formed:
                 self._pending.requests[member.name] = request
-                self.form_if_ready(False)
+                if message.versions is not None:
+                    self._pending.versions.add(member.name, message.host, message.versions)
+                if not self._is_refused_for_versions():
+                    self.form_if_ready(False)
                 return
             self._job.liveness.watch(member.name, time.monotonic())
             self._job.registry.servers = self._job.membership.servers()
@@ -270,6 +276,14 @@ class JoinService:
             request.reply(answer)  # before a reconfiguration has anything to tell it
         self._roster.announce()
         self._announce_all()
+
+    def _is_refused_for_versions(self) -> bool:
+        """Under the lock: ranks with other versions than rank 0 end the job before it begins; all hear why."""
+        for name, told in self._pending.versions.differing().items():
+            self._job.membership.fail(name, told)
+            self._job.conclude()
+            return True
+        return False
 
     def _evict_predecessor(self, message: Join) -> None:
         """A new process joins under the name of a member without a connection: that member is dead."""
@@ -339,6 +353,8 @@ class JoinService:
         membership.form()
         self._job.formed_at = time.monotonic()
         self._job.mark(f"the job has formed: {', '.join(self._job.membership.state.members)}", "join")
+        for line in self._pending.versions.torch_told():
+            self._job.event(line)
         self._job.registry.servers = membership.servers()
         self._job.registry.use_slices_of(state.config.slice_bytes)
         now = time.monotonic()

@@ -21,6 +21,7 @@ from syncline.config import JobConfig
 from syncline.core.cores import describe
 from syncline.core.members import Address, Member
 from syncline.core.policy import parse_policy
+from syncline.core.versions import InstalledVersions
 from syncline.core.wire.control import Join, Joined
 from syncline.errors import ConfigError, ConnectionLost, NoAnswer, WaitTimeout
 from syncline.launch.jobfile import JobFile
@@ -122,15 +123,23 @@ def _processor() -> str:
 
 
 def greeting(
-    role: str, name: str, host: str, address: Address | None, defaults: Mapping[str, Any], process: str = ""
+    role: str,
+    name: str,
+    host: str,
+    address: Address | None,
+    defaults: Mapping[str, Any],
+    process: str = "",
+    versions: InstalledVersions | None = None,
 ) -> Join:
     """The request to join. A repeated one is recognized as from the same process.
 
-    `process`: in a ring the same for a worker and its server.
+    `process`: in a ring the same for a worker and its server. `versions`: where nothing has compared them yet.
     """
     process, own = process or secrets.token_hex(8), describe(configuration.own_cores())
-    num_cores = configuration.num_cores()
-    return Join(role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own, num_cores)
+    return Join(
+        role, name, host, os.getpid(), address, dict(defaults), process, process_kind(), own,
+        configuration.num_cores(), versions,
+    )  # fmt: skip
 
 
 def join(
@@ -145,13 +154,14 @@ def join(
     *,
     process: str = "",
     check: Callable[[], None] = lambda: None,
+    versions: InstalledVersions | None = None,
 ) -> Joined:
     """Joins and waits until the job is formed; over a link, repeated when the connection breaks.
 
-    `on_joined` runs before any other frame is read. `process`: as in `greeting`. `check` is called before each
-    attempt and may raise.
+    `on_joined` runs before any other frame is read. `process`, `versions`: as in `greeting`. `check` is called before
+    each attempt and may raise.
     """
-    message = greeting(role, name, host, address, defaults, process)
+    message = greeting(role, name, host, address, defaults, process, versions)
     then = functools.partial(_hand_over, on_joined)
     # The coordinator's own deadline comes first, and it knows who is missing.
     until = time.monotonic() + seconds + 10.0

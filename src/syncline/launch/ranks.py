@@ -33,6 +33,7 @@ from syncline.launch.ringing import OwnServer
 from syncline.launch.running import Script, default_name, settle_servers
 from syncline.launch.saving import settle_saving
 from syncline.launch.tracebacks import shorten_tracebacks
+from syncline.launch.versions import versions_here
 from syncline.launch.world import StartedRanks
 from syncline.worker.job import Job
 
@@ -80,7 +81,7 @@ def join_world(world: StartedRanks, defaults: Mapping[str, Any]) -> Job:
     own_server = OwnServer(file, name, host) if configuration.resolve(file.given).is_ring else None
     faults.arm(name, file.folder)
     try:
-        job = join_as_worker(file, name, host, defaults, own_server)
+        job = join_as_worker(file, name, host, defaults, own_server, versions=versions_here())
     except BaseException:
         if rank_host is not None:
             rank_host.close(END_SECONDS)

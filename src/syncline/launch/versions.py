@@ -1,4 +1,4 @@
-"""The versions that all hosts of a job have in common, and the words where they do not."""
+"""The versions that are installed on this host."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ import functools
 import importlib.metadata
 import platform
 
-import msgspec
+from syncline.core.versions import InstalledVersions, differing, torch_told
 
-
-class InstalledVersions(msgspec.Struct, frozen=True):
-    """What all hosts of a job have in common, or else is named."""
-
-    python: str
-    syncline: str
-    torch: str  #: empty: not installed
+__all__ = ["InstalledVersions", "differing", "torch_told", "versions_here"]
 
 
 @functools.cache
@@ -26,20 +20,3 @@ def versions_here() -> InstalledVersions:
             return ""
 
     return InstalledVersions(platform.python_version(), of("syncline"), of("torch"))
-
-
-def differing(there: InstalledVersions, here: InstalledVersions, host: str) -> str:
-    """What has to be the same on all hosts and is not, in words."""
-    if there.syncline != here.syncline:
-        return f"host {host} has syncline {there.syncline}, this host {here.syncline}: install one version"
-    ours, theirs = (version.rpartition(".")[0] for version in (here.python, there.python))
-    if ours != theirs:
-        return f"host {host} has Python {there.python}, this host {here.python}: use one version on all hosts"
-    return ""
-
-
-def torch_told(there: InstalledVersions, here: InstalledVersions, host: str) -> str:
-    """Another torch is no error, and worth a line."""
-    if there.torch == here.torch:
-        return ""
-    return f"host {host} has torch {there.torch or 'not installed'}, this host {here.torch or 'not'}"

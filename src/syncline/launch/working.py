@@ -10,6 +10,7 @@ from typing import Any
 from syncline import config as configuration
 from syncline.core.members import Address, Member
 from syncline.core.ring import partner_of
+from syncline.core.versions import InstalledVersions
 from syncline.core.wire.control import Joined
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.launch import lifeline
@@ -80,8 +81,12 @@ def join_as_worker(
     defaults: Mapping[str, Any],
     own_server: OwnServer | None = None,
     stages: StageProcesses | None = None,
+    versions: InstalledVersions | None = None,
 ) -> Job:
-    """A worker's way into its job; in a ring, with its own server; with `--stages`, with its stage processes."""
+    """A worker's way into its job; in a ring, with its own server; with `--stages`, with its stage processes.
+
+    `versions`: of this process, where no launcher of ours has compared them.
+    """
     if defaults.get("exchange") == "ring" and "exchange" not in file.given:
         raise ConfigError(
             'init(exchange="ring"): this job has servers, in processes of their own; set it at launch: syncline run '
@@ -103,8 +108,9 @@ def join_as_worker(
         if own_server is not None:
             own_server.begin(process, on_refused=link.close)
         joined = join(
-            link, "worker", name, host, sockets.address, defaults, seconds, on_joined, process=process, check=check
-        )
+            link, "worker", name, host, sockets.address, defaults, seconds, on_joined, process=process, check=check,
+            versions=versions,
+        )  # fmt: skip
         if own_server is not None:
             own_server.wait_until_in(seconds)
         me = myself(joined)

@@ -13,6 +13,7 @@ from syncline.core.replica_sets import ReplicaSet
 from syncline.core.rounds import RoundMembership
 from syncline.core.rule import RuleSpec
 from syncline.core.slice_state import Copy
+from syncline.core.versions import InstalledVersions
 from syncline.core.wire.leases import LeaseAck
 from syncline.core.wire.message import Message
 from syncline.stats import (
@@ -43,6 +44,7 @@ class Join(Message, frozen=True):
     kind: str  # processor and torch: equal kinds compute bit-equal results
     cores: str = ""  # pinned to it
     num_cores: int = 0  # that it may run on
+    versions: InstalledVersions | None = None  # of a rank of another launcher; None: nothing to compare
 
 
 class Joined(Message, frozen=True):
