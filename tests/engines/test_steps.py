@@ -13,10 +13,23 @@ from tests.patience import PATIENCE
 
 from syncline.cli.main import main
 from syncline.cli.run import AS_STEP
+from syncline.cli.slurm import loading
 from syncline.config import resolve
-from syncline.engines.slurm import SlurmStep, address, expand, expand_counts, leading, placed, step_of, warn_of_gpus
+from syncline.engines.slurm import (
+    SlurmStep,
+    address,
+    expand,
+    expand_counts,
+    follow,
+    leading,
+    placed,
+    step_of,
+    warn_of_gpus,
+)
 from syncline.engines.slurm_submit import Following, Wanted, ask, batch_script, limit_seconds, note_start
 from syncline.errors import ConfigError
+from syncline.launch.forkserver import ForkServer
+from syncline.launch.running import Script
 
 
 @pytest.mark.parametrize(
@@ -274,6 +287,34 @@ def test_what_killed_launchers_have_left_goes_at_the_next_start(tmp_path: pathli
     with leading(alone, config, lambda text: None):
         assert (tmp_path / ".slurm-7.0.2" / "agents.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".slurm-7.3.2", ".slurm-8.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "preload", "begins"),
+    [
+        ("import torch\n", True, True),
+        ("import numpy\n", True, False),
+        ("import torch\n", False, False),
+    ],
+)
+def test_torch_is_loaded_while_tasks_find_each_other(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str, preload: bool, begins: bool
+) -> None:
+    """The process that members are forked from begins in each task; it ends with the task, whatever happens."""
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text(text)
+    seen: list[str] = []
+    monkeypatch.setattr(ForkServer, "start", lambda self: seen.append("started"))
+    monkeypatch.setattr(ForkServer, "close", lambda self: seen.append("closed"))
+    config = resolve({"preload": preload, "start_seconds": 0.2, "runs": str(tmp_path / "runs")})
+    script = Script(path=str(tmp_path / "train.py"))
+    with (
+        pytest.raises(ConfigError, match="which task 0 writes"),
+        loading(config, script, seen.append) as fork_server,
+    ):
+        follow(step(), config, lambda: None, fork_server=fork_server)
+    assert (fork_server is not None) is preload
+    assert seen == ["started"] * begins + ["closed"] * preload
 
 
 def test_a_task_of_a_batch_job_without_a_step_submits_nothing(

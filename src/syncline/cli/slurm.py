@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from syncline import config as configuration
 from syncline.cli.run import AS_STEP, prepare
 from syncline.cli.screen import TerminalScreen
+from syncline.config import JobConfig
 from syncline.engines import slurm
 from syncline.engines.detached import close_folder
 from syncline.engines.slurm_submit import (
@@ -28,7 +31,8 @@ from syncline.engines.slurm_submit import (
     submit,
 )
 from syncline.errors import ConfigError, SynclineError
-from syncline.launch.running import run_job, settle_name
+from syncline.launch.forkserver import ForkServer
+from syncline.launch.running import Script, also_loaded, mentions_torch, run_job, settle_name
 from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 
@@ -39,7 +43,11 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
         given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
         if step.task:
             folder = pathlib.Path(config.runs) / config.name
-            return slurm.follow(step, config, lambda: _lost(step, folder), lambda: _ended(step, folder))
+            with loading(
+                config, target, lambda text: print(f"syncline: {step.host}: {text}", file=sys.stderr)
+            ) as server:
+                lost, ended = (lambda: _lost(step, folder)), (lambda: _ended(step, folder))
+                return slurm.follow(step, config, lost, ended, server)
     except SynclineError as error:
         raise type(error)(f"task {step.task} on {step.host}: {error}") from None
     given, config = settle_name(given, config, target)
@@ -58,15 +66,33 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
 
         if warning := slurm.warn_of_gpus(step, configuration.num_gpus()):
             say(warning)
-        with slurm.leading(step, config, say) as hub:
+        with loading(config, target, say) as fork_server, slurm.leading(step, config, say) as hub:
             code = run_job(
                 given, config, target, screen,
                 make_engine=lambda _, fork_server: slurm.engine_of(step, hub, fork_server),
+                fork_server=fork_server,
             )  # fmt: skip
             hub.close(code)
     if is_submitted():
         exit_code_path(folder, step.job).write_text(str(code))
     return code
+
+
+@contextlib.contextmanager
+def loading(config: JobConfig, script: Script, say: Callable[[str], None]) -> Iterator[ForkServer | None]:
+    """The process from which this task's members are forked. It begins to load torch at once, where the script does,
+    while the tasks find each other.
+    """
+    if not config.preload:
+        yield None
+        return
+    server = ForkServer(say, also=also_loaded(config))
+    try:
+        if importlib.util.find_spec("torch") is not None and mentions_torch(script):
+            server.start()
+        yield server
+    finally:
+        server.close()
 
 
 def _saved_step(checkpoint: str) -> int:

@@ -132,14 +132,15 @@ class _Started:
 class Agent:
     """Serves one launcher. Members are started by the main thread: on Linux they end with the thread that has."""
 
-    def __init__(self, plan: AgentPlan) -> None:
+    def __init__(self, plan: AgentPlan, fork_server: ForkServer | None = None) -> None:
+        """`fork_server`: one that has begun to load torch already; this agent closes it."""
         self._plan = plan
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._members: dict[int, _Started] = {}
         self._ended: dict[str, _Started] = {}  # by name, where the next launcher has to hear of it
         self._post = _Post()
         self._post.keeps = plan.stays
-        self._fork_server = ForkServer(self._say) if plan.preload else None
+        self._fork_server = fork_server or (ForkServer(self._say) if plan.preload else None)
         self._endpoint: Endpoint | None = None
         self._successor: subprocess.Popen[bytes] | None = None  # a launcher that this agent has started
         self._num_successors = 0  # since the last one that lasted

@@ -186,9 +186,11 @@ def follow(
     config: JobConfig,
     lost: Callable[[], None],
     ended: Callable[[], int | None] = lambda: None,
+    fork_server: ForkServer | None = None,
 ) -> int:
     """Every other task: an agent, until the job is over; the job's exit code. `lost`: is called when the launcher is
     gone without a word. `ended`: the exit code of a launcher that has given up before it came to the others.
+    `fork_server`: for the agent.
     """
     path = meeting_folder(step, config.runs) / MEETING
     begun, said = time.monotonic(), False
@@ -207,7 +209,7 @@ def follow(
             sys.stderr.write(f"syncline: {missing} (waits for {config.start_seconds:g} s)\n")
         time.sleep(_AGAIN_SECONDS)
     plan = AgentPlan(file=jobfile.read(path), host=step.host, number=step.task, preload=config.preload)
-    agent = Agent(plan)
+    agent = Agent(plan, fork_server)
     code = agent.run(config.start_seconds)
     if agent.has_lost_launcher:
         _remove(path.parent)

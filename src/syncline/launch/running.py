@@ -137,9 +137,11 @@ def run_job(
     screen: Screen,
     start: Callable[[Engine, MemberPlan], MemberProcess] | None = None,
     make_engine: Callable[[JobConfig, ForkServer | None], Engine] | None = None,
+    fork_server: ForkServer | None = None,
 ) -> int:
     """`syncline run`: runs one job; returns the exit code. `start` starts its members in place of the engine.
-    `make_engine`: where they run; without it, on this host and those of `hosts`.
+    `make_engine`: where they run; without it, on this host and those of `hosts`. `fork_server`: one that may have
+    begun.
     """
     if not config.replicas:
         given = settle_servers(given, config, server_hosts(config))
@@ -149,11 +151,10 @@ def run_job(
         given, config = settle_name(given, config, script)
         folder = stack.enter_context(hold(config))
         file = jobfile.new(advertised(sock, config), sock.getsockname()[1], given)
-        fork_server = (
-            ForkServer(lambda text: screen.line("launcher", f"syncline: {text}"), also=also_loaded(config))
-            if config.preload
-            else None
-        )
+        if fork_server is None and config.preload:
+            fork_server = ForkServer(
+                lambda text: screen.line("launcher", f"syncline: {text}"), also=also_loaded(config)
+            )
         engine = (make_engine or engine_of)(config, fork_server)
         if start is not None:
             engine = Attended(engine, start)
