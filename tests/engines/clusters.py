@@ -72,7 +72,7 @@ class Cluster:
         folder.mkdir(parents=True, mode=0o755)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons: dict[str, int] = {}  # their process ids
         first, host = _free_ports(len(NODES) + 1), socket.gethostname()
         text = CONFIG.format(host=host, folder=folder, port=first, first=first + 1, last=first + len(NODES))
         (folder / "slurm.conf").write_text(text)
@@ -104,10 +104,13 @@ class Cluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def _start(self, name: str, *words: str) -> None:
+        """No child of this process: a test that starts a node again would leave one behind."""
         with open(self.folder / f"{name}.out", "ab") as out:
-            self._daemons[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=self._all()
-            )
+            done = subprocess.run(
+                ["sh", "-c", '"$@" >&2 & echo $!', "sh", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=out, start_new_session=True, env=self._all(), check=True,
+            )  # fmt: skip
+        self._daemons[name] = int(done.stdout)
 
     def _all(self) -> dict[str, str]:
         return {**os.environ, **self.environment}
@@ -125,11 +128,12 @@ class Cluster:
 
     def lose(self, node: str) -> None:
         """The node is gone: its slurmd and all that it has started are killed at once."""
-        pids = [self._daemons[node].pid, *_children_of([self._daemons[node].pid])]
+        daemon = self._daemons.pop(node)
+        pids = [daemon, *_children_of([daemon])]
         pids += [pid for step in self._steps(node) for pid in (step, *_children_of([step]))]
         for pid in pids:
             _kill(pid)
-        self._daemons.pop(node).wait()
+        wait_until(lambda: not lives(daemon), f"the daemon of {node} lives on")
 
     def _steps(self, node: str) -> list[int]:
         """slurmstepd processes of this node: they have left their slurmd."""
@@ -161,14 +165,13 @@ class Cluster:
 
     def close(self) -> None:
         steps = [pid for node in NODES for pid in self._steps(node)]
-        for process in reversed(self._daemons.values()):
-            process.terminate()
-        for process in self._daemons.values():
-            try:
-                process.wait(PATIENCE / 10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for pid in reversed(self._daemons.values()):
+            _kill(pid, signal.SIGTERM)
+        until = time.monotonic() + PATIENCE / 10
+        while any(map(lives, self._daemons.values())) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid in self._daemons.values():
+            _kill(pid)
         for pid in steps:
             _kill(pid)
 
@@ -191,9 +194,9 @@ def _children_of(parents: Sequence[int]) -> list[int]:
     return below
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 

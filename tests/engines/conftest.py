@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -18,6 +19,9 @@ from tests.engines.clusters import Cluster, wait_until
 from tests.engines.rays import LOOPBACK, RAY_BIN, RayHosts
 from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
+from syncline.engines.slurm import MEETING
+from syncline.launch import jobfile
+from syncline.launch.folder import JOB_FILE
 from syncline.store.disk import MANIFEST
 
 #: Steps until the file `end` is there. Each life leaves its process id, its node and its first value. A later life
@@ -65,6 +69,9 @@ COUNTS = """
     print(f"SEEN {seen.min():g} to {seen.max():g} times", flush=True)
 """
 
+#: Settings by which every server has a part of these counts.
+SPREAD = "slice_bytes = 256"
+
 BIN = os.path.dirname(sys.executable)
 MPI = {"mpirun.openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpiexec.hydra": []}
 
@@ -108,8 +115,8 @@ class Engine:
     def settings(self, text: str = "") -> None:
         """What syncline.toml says, beside the patience of tests."""
         self.said = text
-        said = text.partition("=")[0].strip()
-        patient = [line for line in PATIENT_TOML.splitlines() if line.partition("=")[0].strip() != said]
+        said = {line.partition("=")[0].strip() for line in text.splitlines()}
+        patient = [line for line in PATIENT_TOML.splitlines() if line.partition("=")[0].strip() not in said]
         (self.folder / "syncline.toml").write_text("\n".join([text, *patient]))
 
     def script(self, text: str) -> str:
@@ -172,6 +179,10 @@ class Engine:
         begun = step()
         wait_until(lambda: step() >= begun + 10, f"{name} makes no steps")
 
+    def counted(self) -> int:
+        """How many samples the newest lives of workers of `COUNTS` have seen acknowledged, at the least."""
+        return 4 * sum(int(path.read_text() or 0) for path in self.folder.glob("at-worker-*"))
+
     def end_steps(self) -> None:
         (self.folder / "end").touch()
 
@@ -195,6 +206,24 @@ class Engine:
             except OSError:
                 continue
         return found
+
+    def check_secrets(self, *shown: str) -> None:
+        """While a job runs: no process of this machine has a secret of it in its command line or its environment, and
+        none is in what was shown. The files with one are for their user only.
+        """
+        files = [*self.folder.glob(f"runs/*/{JOB_FILE}"), *self.folder.glob(f"runs/.slurm-*/{MEETING}")]
+        tokens = list(self.cache.rglob("*.token"))
+        secrets = {jobfile.read(path).token for path in files} | {path.read_text() for path in tokens}
+        assert secrets and min(map(len, secrets)) >= 32
+        assert [path for path in (*files, *tokens) if path.stat().st_mode & 0o077] == []
+        told = {"what was shown": "\n".join(shown)}
+        for entry in pathlib.Path("/proc").iterdir():
+            for name in ("cmdline", "environ"):
+                with contextlib.suppress(OSError):
+                    if entry.name.isdigit():
+                        told[f"{name} of {entry.name}"] = (entry / name).read_text(errors="replace")
+        assert len(told) > 4
+        assert [where for where, text in told.items() if any(secret in text for secret in secrets)] == []
 
     def members(self, name: str) -> list[int]:
         """The processes of this member that run in this folder."""

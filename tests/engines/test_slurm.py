@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Sequence
 
 import pytest
 from tests.engines.clusters import Cluster, wait_until
-from tests.engines.conftest import COUNTS, STEPS, Engine, counted_once, finished_well
+from tests.engines.conftest import COUNTS, SPREAD, STEPS, Engine, counted_once, finished_well
 from tests.engines.test_ranks import SUMS, sums_of
 
 pytestmark = pytest.mark.engines
@@ -51,41 +52,65 @@ def test_a_batch_job_is_followed_to_its_end(slurm: Engine) -> None:
     slurm.check_nothing_left()
 
 
+def of_counts(slurm: Engine) -> None:
+    """A script that counts its samples, and settings by which every server has a part of the counts."""
+    slurm.settings(f'bind = "127.0.0.1"\n{SPREAD}')
+    slurm.script(COUNTS)
+
+
+def comes_back(slurm: Engine, name: str, before: int, process: subprocess.Popen[str]) -> list[str]:
+    """Waits for the second life of this worker, and for steps of it: the job still has what was counted before."""
+    again = slurm.lives(name, 2, process)[-1]
+    assert -float(again[2]) >= before > 0, "what was acknowledged is lost"
+    slurm.goes_on(name)
+    return again
+
+
 def test_a_killed_worker_and_a_killed_server_come_back(slurm: Engine) -> None:
-    """Two servers with two replicas: nothing is lost, and the job goes on."""
-    slurm.script(STEPS)
-    process = slurm.start(["srun", "-N2", "-n2", "syncline", "run", "-s", "2", "--name", "kill", "train.py"])
+    """Two servers with two replicas: nothing that was acknowledged is lost, and no sample counts twice."""
+    of_counts(slurm)
+    words = ["-s", "2", "--replicas", "2", "--policy", "async", "--name", "kill", "train.py"]
+    process = slurm.start(["srun", "-N2", "-n2", "syncline", "run", *words])
     pid = int(slurm.lives("worker-1", 1, process)[0][0])
+    slurm.goes_on("worker-1")
+    slurm.check_secrets()
+    before = slurm.counted()
     os.kill(pid, signal.SIGKILL)
-    lives = slurm.lives("worker-1", 2, process)
-    assert float(lives[-1][2]) <= 0
+    comes_back(slurm, "worker-1", before, process)
     (server,) = slurm.members("server-1")
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: [pid for pid in slurm.members("server-1") if pid != server] != [], "no server came back")
+    for name in ("worker-0", "worker-1"):
+        slurm.goes_on(name)
     slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and finished_well(output, 2), output
     assert "worker-1 was killed by SIGKILL" in output and "server-1 was killed by SIGKILL" in output, output
+    counted_once(output)
     slurm.check_nothing_left()
 
 
 def test_the_loss_of_a_node_is_a_death_and_its_members_start_elsewhere(slurm: Engine, cluster: Cluster) -> None:
-    slurm.script(STEPS)
-    words = ["--nodes", "3", "-w", "3", "-s", "3", "--replicas", "2", "--name", "loss", "train.py"]
-    process = slurm.start(batch(*words))
+    """A worker and a server are lost with it. What was acknowledged is not, and no sample counts twice."""
+    of_counts(slurm)
+    words = ["--nodes", "3", "-w", "3", "-s", "3", "--replicas", "2", "--policy", "async", "--name", "loss"]
+    process = slurm.start(batch(*words, "train.py"))
     for name in ("worker-0", "worker-1", "worker-2"):
         slurm.lives(name, 1, process)
     first = slurm.lives("worker-0", 1, process)[0][1]
     lost = slurm.lives("worker-2", 1, process)[0][1]
     assert lost != first
+    slurm.goes_on("worker-2")
+    before = slurm.counted()
     cluster.lose(lost)
     try:
-        again = slurm.lives("worker-2", 2, process)[-1]
+        again = comes_back(slurm, "worker-2", before, process)
         assert again[1] != lost
         slurm.end_steps()
         code, output = slurm.finish(process)
         assert code == 0 and finished_well(output, 3), output
         assert f"on {lost} is lost" in output, output
+        counted_once(output)
     finally:
         cluster.start_node(lost)
         cluster.wait_for_nodes()
@@ -113,10 +138,10 @@ def test_a_job_grows_and_shrinks_in_its_allocation(slurm: Engine) -> None:
 
 
 def test_the_loss_of_the_first_node_requeues_the_job_which_goes_on(slurm: Engine, cluster: Cluster) -> None:
-    """With it the launcher and the coordinator are gone: what was saved counts."""
-    slurm.script(STEPS)
+    """With it the launcher and the coordinator are gone: what was saved counts, and no sample of it counts again."""
+    of_counts(slurm)
     words = ["--nodes", "2", "--checkpoint", "saves", "--save-every", "5steps", "--requeue", "--name", "first"]
-    process = slurm.start(batch(*words, "train.py"))
+    process = slurm.start(batch(*words, "--policy", "async", "train.py"))
     first = slurm.lives("worker-0", 1, process)[0][1]
     slurm.wait_for_save("saves", process)
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
@@ -129,6 +154,7 @@ def test_the_loss_of_the_first_node_requeues_the_job_which_goes_on(slurm: Engine
         slurm.end_steps()
         code, output = slurm.finish(process)
         assert code == 0 and finished_well(output, 2), output
+        counted_once(output)
         assert f"the first node of job {job} is lost; the job is requeued" in output, output
     finally:
         cluster.start_node(first)
@@ -157,22 +183,29 @@ def test_a_cancelled_job_is_saved_and_gone(slurm: Engine, cluster: Cluster) -> N
 
 
 def test_before_the_time_limit_a_job_is_saved_and_requeued_and_goes_on(slurm: Engine, cluster: Cluster) -> None:
-    """SIGTERM as Slurm sends it before the limit, by its own command; the limit itself would take minutes."""
-    slurm.script(STEPS)
+    """SIGTERM as Slurm sends it before the limit, by its own command; the limit itself would take minutes. All that
+    was acknowledged is saved, and no sample of it counts again.
+    """
+    of_counts(slurm)
     words = ["--nodes", "2", "--checkpoint", "saves", "--requeue", "--name", "again", "--time", "10", "train.py"]
-    process = slurm.start(batch(*words))
+    process = slurm.start(batch("--policy", "async", *words))
     slurm.lives("worker-1", 1, process)
     slurm.goes_on("worker-1")
+    before = slurm.counted()
     (job,) = cluster.say("squeue", "-h", "-o", "%i").split()
+    shown = cluster.say("scontrol", "show", "job", "--details", job)
+    assert f"JobId={job}" in shown
+    slurm.check_secrets(shown, cluster.say("scontrol", "write", "batch_script", job, "-"))
     cluster.say("scancel", "--signal=TERM", job)
     wait_until(lambda: cluster.state(job) == "PENDING", f"job {job} was not requeued")
     assert list((slurm.folder / "saves").glob("*/manifest.json"))
     cluster.start_soon(job)
-    begins = [float(life[2]) for life in slurm.lives("worker-1", 2, process)]
-    assert begins[0] == 0 and begins[1] < 0, begins
+    begins = [-float(life[2]) for life in slurm.lives("worker-1", 2, process)]
+    assert begins[1] >= before > 0, begins
     slurm.end_steps()
     code, output = slurm.finish(process)
     assert code == 0 and finished_well(output, 2), output
+    counted_once(output)
     assert "saved step-" in output or "saved " in output
     slurm.check_nothing_left()
 
