@@ -174,10 +174,11 @@ def test_figures_of_ray_job_stop(ray: Engine, ray_hosts: RayHosts) -> None:
     print(f"of this, the command ray job stop itself {took[0]:.1f} s")
 
 
-def test_figures_of_ctrl_c_of_mpirun(engine: Engine) -> None:
+@pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_figures_of_ctrl_c_of_mpirun(engine: Engine, kind: str) -> None:
     engine.leave_out_torch()
     engine.script(STEPS)
-    command = mpirun("mpirun.openmpi", 2, "syncline", "worker-env", "--checkpoint", "saves", "python", "train.py")
+    command = mpirun(kind, 2, "syncline", "worker-env", "--checkpoint", "saves", "python", "train.py")
     process = engine.start(command)
     engine.lives("worker-1", 1, process)
     engine.goes_on("worker-0")
@@ -186,7 +187,7 @@ def test_figures_of_ctrl_c_of_mpirun(engine: Engine) -> None:
         process.send_signal(signal.SIGINT)
         engine.finish(process)
 
-    until_gone(engine, interrupt, "Ctrl-C of mpirun")
+    until_gone(engine, interrupt, f"Ctrl-C of {kind}")
 
 
 @pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra", "torchrun"])
