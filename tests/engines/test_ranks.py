@@ -8,7 +8,7 @@ import secrets
 import signal
 
 import pytest
-from tests.engines.conftest import Engine, finished_well, mpirun, torchrun, two_ranks
+from tests.engines.conftest import STEPS, Engine, finished_well, mpirun, torchrun, two_ranks
 
 pytestmark = pytest.mark.engines
 
@@ -85,7 +85,9 @@ def test_a_ring_has_its_servers_in_the_ranks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra", "torchrun"])
 def test_the_death_of_a_rank_ends_the_job_and_the_same_command_goes_on(engine: Engine, kind: str) -> None:
-    """With the options of worker-env. The death comes after a whole save, or there would be nothing to go on from."""
+    """With the options of worker-env. The death comes after a whole save, or there would be nothing to go on from. No
+    command line and no environment has the secret.
+    """
     words = ["syncline", "worker-env", "-s", "2", "--checkpoint", "saves", "--save-every", "5steps"]
     if kind != "torchrun":  # which is torch's
         engine.leave_out_torch()
@@ -94,6 +96,7 @@ def test_the_death_of_a_rank_ends_the_job_and_the_same_command_goes_on(engine: E
     process = engine.start(command)
     pid = int(engine.wait_for("pid-worker-1", process))
     engine.wait_for_save("saves", process)
+    engine.check_secrets()
     os.kill(pid, signal.SIGKILL)
     code, output = engine.finish(process)
     # Where the launcher ends the other ranks before they can say it, it names the rank itself.
@@ -143,4 +146,51 @@ def test_a_rank_that_fails_is_a_death_and_its_error_is_shown(engine: Engine) -> 
     """)
     code, output = engine.run(mpirun("mpirun.openmpi", 2, "python", script))
     assert code != 0 and "ValueError: a mistake of the script" in output, output
+    engine.check_nothing_left()
+
+
+def test_a_rank_with_another_version_is_named_at_the_start(engine: Engine) -> None:
+    """A python of its own says that it is another one. The job does not begin, and does not wait for a deadline."""
+    engine.leave_out_torch()
+    other = engine.folder / "other"
+    other.mkdir()
+    lines = ("import platform, sys", "sys.modules['torch'] = None", "platform.python_version = lambda: '3.9.18'")
+    (other / "sitecustomize.py").write_text("\n".join(lines))
+    script = engine.script(SUMS)
+    command = f"[ $OMPI_COMM_WORLD_RANK = 1 ] && export PYTHONPATH={other}:$PYTHONPATH; exec python {script}"
+    code, output = engine.run(mpirun("mpirun.openmpi", 2, "sh", "-c", command))
+    assert code != 0 and "worker-1 has Python 3.9.18, worker-0 3." in output, output
+    assert "worker-1 of 2" not in output, output
+    engine.check_nothing_left()
+
+
+def test_a_rank_that_hangs_is_evicted_and_ends_the_job_by_name(engine: Engine) -> None:
+    """It is stopped, not dead: its launcher sees nothing. Its silence is noticed by its deadline."""
+    engine.leave_out_torch()
+    engine.settings("deadline_seconds = 20.0\nlongest_deadline_seconds = 25.0\nstuck_seconds = 600.0")
+    engine.script(STEPS)
+    process = engine.start(mpirun("mpirun.openmpi", 2, "python", "train.py"))
+    pid = int(engine.lives("worker-1", 1, process)[0][0])
+    engine.goes_on("worker-1")
+    os.kill(pid, signal.SIGSTOP)
+    code, output = engine.finish(process)
+    assert code != 0 and "the job has failed: worker-1 (rank 1) is gone; all ranks end together" in output, output
+    engine.check_nothing_left()
+
+
+def test_torchrun_restarts_all_ranks_after_a_death_and_the_job_goes_on(engine: Engine) -> None:
+    """Under the same name: the folder and the secret of the first start are given up in time."""
+    words = ["syncline", "worker-env", "--checkpoint", "saves", "--save-every", "5steps", "--name", "again"]
+    engine.script(DIES)
+    engine.settings(SOON)
+    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "--no-python"]
+    process = engine.start(torchrun(*arguments, *words, "python", "train.py"))
+    pid = int(engine.wait_for("pid-worker-1", process))
+    engine.wait_for_save("saves", process)
+    os.kill(pid, signal.SIGKILL)
+    code, output = engine.finish(process)
+    assert code == 0 and finished_well(output, 2), output
+    assert "torchrun restarts all ranks together, as often as its --max-restarts says" in output, output
+    ends = re.findall(r"worker-[01] began at (-?\d+) and ends at (-\d+)", output)
+    assert len(ends) == 2 and all(int(begin) <= -5 and int(end) == int(begin) - 10 for begin, end in ends), output
     engine.check_nothing_left()
