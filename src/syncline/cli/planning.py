@@ -15,7 +15,7 @@ from syncline.core.units import counted
 from syncline.errors import ConfigError
 from syncline.launch.hosts import parse_hosts
 from syncline.launch.running import Script, settle_here
-from syncline.net.shm import available_bytes
+from syncline.net.shm import bytes_for_each
 
 
 def plan_launch(launch: Mapping[str, Any], script: Script) -> dict[str, int]:
@@ -33,7 +33,7 @@ def plan_launch(launch: Mapping[str, Any], script: Script) -> dict[str, int]:
     command = [sys.executable, "-m", "syncline", "plan-stages", "--json", "-w", str(workers)]
     command += ["--stages", str(stages or "auto"), "--micro-batches", str(micro_batches or "auto")]
     command += ["--schedule", str(said.get("schedule", "1f1b"))]
-    memory = _memory_of_each(workers)
+    memory = bytes_for_each(workers)
     command += ["--memory", str(memory)] if memory else []
     command += [*(["-m"] if script.is_module else []), script.path, *script.arguments]
     sys.stdout.write(f"syncline: plans the stages: runs {script.path} up to its first batch\n")
@@ -62,16 +62,3 @@ def _num_workers(said: Mapping[str, Any], stages: int) -> int:
     if found > 1 or stages > 1:
         return max(found, stages)
     raise ConfigError("--stages auto: say how many processes there are, e.g. -w 4")
-
-
-def _memory_of_each(workers: int) -> int:
-    """What a process of this host may take; 0: not known."""
-    available = available_bytes()
-    limits = [available // workers] if available else []
-    try:
-        import resource
-    except ImportError:  # pragma: no cover - other systems
-        return min(limits, default=0)
-    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    limits += [most] if most != resource.RLIM_INFINITY else []
-    return min(limits, default=0)

@@ -120,6 +120,22 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
+def bytes_for_each(num_processes: int, held_bytes: int = 0) -> int:
+    """What each of so many equal processes of this host may take; 0: not known.
+
+    `held_bytes`: they have these already, all together.
+    """
+    available = available_bytes()
+    limits = [(available + held_bytes) // num_processes] if available else []
+    try:
+        import resource
+    except ImportError:  # pragma: no cover - other systems
+        return min(limits, default=0)
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    limits += [most] if most != resource.RLIM_INFINITY else []
+    return min(limits, default=0)
+
+
 def seal(fd: int, *, is_final: bool) -> None:
     if not hasattr(os, "memfd_create"):
         return

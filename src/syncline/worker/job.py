@@ -212,6 +212,18 @@ class Job:
         return self._place[2]
 
     @property
+    def num_local_workers(self) -> int:
+        """Workers on this host."""
+        members = self._handlers.rosters.newest.members
+        return max(1, sum(member.role == "worker" and member.host == self._me.host for member in members))
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the job's workers and servers."""
+        members = self._handlers.rosters.newest.members
+        return max(1, len({member.host for member in members if member.role in ("worker", "server")}))
+
+    @property
     def is_chief(self) -> bool:
         """Whether this is the worker of rank 0, whose registration and buffers are the job's."""
         return self._place[0] == 0

@@ -104,15 +104,19 @@ def test_replicas_hold_the_same_stage_and_the_slowest_one_counts() -> None:
 
 
 def test_auto_counts_the_exchange_and_compares_in_words() -> None:
-    """Stages exchange less each, replicas train on more samples: with the same batch nothing beats replicas."""
+    """Fewer pipelines exchange less, more train on more samples: with the same batch nothing beats replicas."""
     costs = model(*[1.0] * 8, parameter_bytes=10_000_000)
     request = PlanRequest(devices=workers(1, 1, 1, 1), batch=64)
     free = plan_stages(costs, request)
     assert (free.num_workers, free.replicas) == (1, 4)
     assert free.reason.startswith("one stage: every worker holds the whole model (8 layers)")
     paid = plan_stages(costs, dataclasses.replace(request, exchange=DeviceLink(bytes_per_second=1e8)))
-    assert paid.exchange_seconds == pytest.approx(1.6) and paid.step_seconds == pytest.approx(1.624)
-    assert "the exchange with the servers takes 1,600.0 ms of a step" in paid.reason
+    assert paid.exchange_seconds == pytest.approx(6.4) and paid.step_seconds == pytest.approx(6.424)
+    assert "the exchange with the servers takes 6,400.0 ms of a step" in paid.reason
+    staged = plan_stages(
+        costs, dataclasses.replace(request, stages=4, exchange=DeviceLink(bytes_per_second=1e8))
+    )  # one pipeline: its leader sends the gradients of all stages
+    assert staged.exchange_seconds == pytest.approx(1.6)
     assert re.search(r"4 stages would train \d+ samples/s, this plan \d+", paid.reason)
 
 

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from syncline.core.pipelining.costs import Device, DeviceLink, LayerCosts, Links, MemoryModel, ModelCosts
+from syncline.core.pipelining.costs import (
+    Device,
+    DeviceLink,
+    LayerCosts,
+    Links,
+    MemoryModel,
+    ModelCosts,
+    parameter_bytes,
+)
 from syncline.core.pipelining.schedules import (
     INTERLEAVED_STAGES,
     Shape,
@@ -41,7 +49,7 @@ class PlanRequest:
     links: Links = dataclasses.field(default_factory=Links)
     exchange: DeviceLink = dataclasses.field(
         default_factory=DeviceLink
-    )  #: of one worker, for gradients and parameters
+    )  #: to the servers, for gradients and parameters: the pipelines share it, and each sends its whole model
     memory: MemoryModel = dataclasses.field(default_factory=MemoryModel)
     action_seconds: float = 0.0  #: of every forward and backward of a micro-batch, besides the layers
     cut_before: tuple[str, ...] = ()  #: layers before which the model is cut, where the script says so
@@ -257,12 +265,9 @@ def _as_plan(request: PlanRequest, problem: Problem, tables: CutTables, found: B
     played = simulate(shape, tables.stage_times(cuts))
     memory = tables.memory(cuts)[0]
     stages = tuple(_planned(problem, tables, found, stage, memory, played) for stage in range(shape.num_stages))
-    held = [
-        sum(s.parameter_bytes for s in stages[worker :: shape.num_workers]) for worker in range(shape.num_workers)
-    ]
-    # Gradients go out, parameters come back.
+    # Gradients go out, parameters come back, those of all stages through the leader of each pipeline.
     replicas = len(problem.groups[0].devices)
-    exchange = request.exchange.seconds(2.0 * max(held))
+    exchange = request.exchange.seconds(2.0 * replicas * parameter_bytes(problem.layers))
     devices = [device for group in problem.groups for device in group.devices]
     return Plan(
         schedule=shape.schedule,

@@ -118,6 +118,11 @@ class StageLeader:
 
     # -- what is shared -----------------------------------------------------------------------------------
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of the parameters, buffers and gradients of all stages."""
+        return self._blocks.num_bytes
+
     def create_memory(self, num_bytes: int) -> Bytes:
         return self._blocks.create_numbered(num_bytes)[1]
 

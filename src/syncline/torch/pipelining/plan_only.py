@@ -13,6 +13,16 @@ from syncline.core.pipelining.planning import Plan, PlanRequest, plan_stages
 
 #: gloo between two processes of a host, and what torch.distributed.pipelining does around each forward and backward.
 LOOPBACK, ACTION_SECONDS = DeviceLink(bytes_per_second=1.5e9, latency_seconds=2e-4), 3e-4
+#: Gradients to a server and parameters back, with what the rule takes: on one host as seen with one server and 32 MiB
+#: of parameters, between hosts as on a network of 1 Gbit/s.
+_EXCHANGE_HERE = DeviceLink(bytes_per_second=2e9, latency_seconds=1e-3)
+_EXCHANGE_FAR = DeviceLink(bytes_per_second=1.25e8, latency_seconds=2e-3)
+
+
+def exchange_of(num_pipelines: int, *, num_hosts: int = 1) -> DeviceLink:
+    """The part of each pipeline in the job's way to its servers, by estimate: all pipelines share it."""
+    way = _EXCHANGE_HERE if num_hosts == 1 else _EXCHANGE_FAR
+    return dataclasses.replace(way, bytes_per_second=way.bytes_per_second / num_pipelines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +47,7 @@ class PlanQuestion:
             micro_batches=self.micro_batches,
             schedule=self.schedule,
             links=Links(default=LOOPBACK),
+            exchange=exchange_of(1),
             action_seconds=ACTION_SECONDS,
             cut_before=tuple(cut_before),
         )

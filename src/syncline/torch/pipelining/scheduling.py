@@ -16,9 +16,10 @@ from syncline.core.pipelining.costs import Device, Links
 from syncline.core.pipelining.planning import Plan, PlanRequest, plan_stages
 from syncline.core.pipelining.replanning import Replanner, StageMeasured
 from syncline.core.units import counted
+from syncline.net.shm import bytes_for_each
 from syncline.torch.pipelining.cutting import Layers
 from syncline.torch.pipelining.engine import LossFunction
-from syncline.torch.pipelining.plan_only import ACTION_SECONDS, LOOPBACK
+from syncline.torch.pipelining.plan_only import ACTION_SECONDS, LOOPBACK, exchange_of
 from syncline.worker.job import Job
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class StageScheduler:
         self._job, self._layers, self._loss_fn, self._leader = job, layers, loss_fn, leader
         self._replanner: Replanner | None = None
         self._has_planned = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the model is cut by; None: by no plan."""
+        return self._replanner.plan if self._replanner is not None else None
 
     def look(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, count: int) -> None:
         """Before a step: plans at the first one, and cuts elsewhere if that pays by now."""
@@ -82,21 +88,27 @@ class StageScheduler:
             micro_batches=count,
             computes=False,
         )
-        size = self._job.stages.num_processes
+        size, memory = self._job.stages.num_processes, self._bytes_for_each()
         request = PlanRequest(
-            devices=tuple(Device(name=f"process {number}") for number in range(size)),
+            devices=tuple(Device(name=f"process {number}", memory_bytes=memory) for number in range(size)),
             batch=inputs[0].shape[0],
             stages=size,
             micro_batches=count,
             schedule=self._job.config.schedule,
             links=Links(default=LOOPBACK),
+            exchange=exchange_of(self._job.world_size, num_hosts=self._job.num_hosts),
             action_seconds=ACTION_SECONDS,
+            keeps_order=True,
         )
         plan = plan_stages(costs, request)
-        # Processes have no order of their own: all are forked on one host.
-        assert [stage.devices[0] for stage in plan.stages[:size]] == [device.name for device in request.devices]
         self._replanner = Replanner(costs, request, plan)
         return plan
+
+    def _bytes_for_each(self) -> int:
+        """What each process may take. By now all pipelines of this host have their parameters and gradients."""
+        assert self._job.stages is not None
+        pipelines = self._job.num_local_workers
+        return bytes_for_each(pipelines * self._job.stages.num_processes, pipelines * self._leader.shared_bytes)
 
     def _measured(self, plan: Plan) -> list[StageMeasured]:
         micro_batches = self._leader.num_samples * plan.micro_batches / plan.batch

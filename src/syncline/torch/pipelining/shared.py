@@ -37,6 +37,10 @@ class SharedBlocks:
         self._starts: list[tuple[int, int]] = []  # address and number, sorted
         self._next = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(memory.num_bytes for memory in self._blocks.values())
+
     def create_numbered(self, num_bytes: int) -> tuple[int, Bytes]:
         """Zeros that stage processes can map."""
         memory = shm.create(max(1, num_bytes), for_all=True)
