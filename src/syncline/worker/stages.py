@@ -38,7 +38,8 @@ _IDLE, _COMPUTING = b".", b"+"
 #: A step that takes less says nothing of who waits for whom, and neither does a shorter silence.
 _LOUD_SECONDS = 1.0
 _MOST_BYTES = 1 << 30
-_MOST_TEXT = 60_000
+#: Bytes of the reason of an end, and of the message that carries it.
+_MOST_TEXT, _MOST_SAID = 60_000, 1 << 16
 #: For the leader to learn why a connection between two stages broke.
 _VERDICT_SECONDS = 10.0
 
@@ -203,7 +204,7 @@ class StageProcesses:
     def _hear(self, process: StageProcess, now: float) -> bool:
         """Takes a sign of life or the reason of an end; False at the end."""
         try:
-            said = process.pulse.recv(1 << 16)
+            said = process.pulse.recv(_MOST_SAID)
         except OSError:
             said = b""
         process.heard = now
@@ -211,7 +212,12 @@ class StageProcesses:
             process.is_computing = said == _COMPUTING
             return True
         if said:
-            self._failure = msgspec.msgpack.decode(said, type=Failure)
+            try:
+                self._failure = msgspec.msgpack.decode(said, type=Failure)
+            except msgspec.DecodeError:
+                self._failure = Failure(
+                    "", f"stage {process.number} (process {process.pid}) failed, with no clear word"
+                )
             self._has_failed.set()
             return False
         self._die(f"stage {process.number} (process {process.pid}) {_end_of(process.pid)}")
@@ -221,6 +227,11 @@ class StageProcesses:
         """A pipeline lives and dies as a whole: this worker ends as if it had been killed."""
         self._say(f"{why}: the pipeline ends and starts again")
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _bytes_of(text: str) -> bytes:
+    """Names of files may have characters that have no bytes."""
+    return text.encode(errors="replace")
 
 
 def _end_of(pid: int) -> str:
@@ -274,10 +285,12 @@ class StagePlace:
     def fail(self, error: BaseException, trace: str = "") -> NoReturn:
         """Tells the leader why this process ends, and ends."""
         if isinstance(error, SynclineError):
-            failure = Failure(type(error).__name__, f"{self._who}: {error}"[:_MOST_TEXT])
+            failure = Failure(
+                type(error).__name__, _bytes_of(f"{self._who}: {error}")[:_MOST_TEXT].decode(errors="ignore")
+            )
         else:
-            text = trace or "".join(traceback.format_exception(error))
-            failure = Failure("", f"{self._who} failed:\n{text[-_MOST_TEXT:]}")
+            text = _bytes_of(trace or "".join(traceback.format_exception(error)))[-_MOST_TEXT:]
+            failure = Failure("", f"{self._who} failed:\n{text.decode(errors='ignore')}")
         with contextlib.suppress(OSError):
             self._pulse.send(msgspec.msgpack.encode(failure))
         os._exit(1)
@@ -345,7 +358,7 @@ def fork_stages(config: JobConfig, say: Callable[[str], None]) -> StageProcesses
         os.setpgid(0, 0)  # they end with this worker's group
     store_fd = os.memfd_create("stages", 0)
     pairs = [(socket.socketpair(), socket.socketpair(type=socket.SOCK_SEQPACKET)) for _ in range(1, config.stages)]
-    processes = []
+    processes, leader = [], os.getpid()
     for number, (orders, pulse) in enumerate(pairs, 1):
         pid = os.fork()
         if pid == 0:
@@ -354,7 +367,7 @@ def fork_stages(config: JobConfig, say: Callable[[str], None]) -> StageProcesses
                     pair[0].close()
                     if other != number:
                         pair[1].close()
-            _die_with_parent()
+            _die_with_parent(leader)
             return StagePlace(number, config.stages, orders[1], pulse[1], store_fd)
         processes.append(StageProcess(number, pid, orders[0], pulse[0]))
     for orders, pulse in pairs:
@@ -363,6 +376,8 @@ def fork_stages(config: JobConfig, say: Callable[[str], None]) -> StageProcesses
     return StageProcesses(processes, store_fd, say, config.longest_deadline_seconds, config.start_seconds)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before this process asked for the signal
+        os._exit(1)

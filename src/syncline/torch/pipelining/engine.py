@@ -153,6 +153,7 @@ class StageEngine:
         self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
         self.spans: list[StageSpan] = []  #: forwards and backwards since the last step began, by time.perf_counter
         self._activity = activity
+        self.has_failed = False  #: the model or the loss has raised; else an exception is of the connections
 
     @property
     def has_last(self) -> bool:
@@ -203,9 +204,10 @@ class StageEngine:
             began, self._activity.is_computing = time.perf_counter(), True
             try:
                 return compute(micro_batch, *args, **options)
-            except RuntimeError as error:  # torch's own words about an error of a stage
-                if isinstance(error.__cause__, ConfigError):
-                    raise error.__cause__ from None
+            except BaseException as error:
+                self.has_failed = True
+                if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+                    raise error.__cause__ from None  # not torch's words about it
                 raise
             finally:
                 self.spans.append(StageSpan(self._rank, part, kind, micro_batch, began, time.perf_counter()))
@@ -216,7 +218,16 @@ class StageEngine:
     def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         """The part of a micro-batch in the batch's mean, times the factor of a GradScaler."""
         assert self._loss_fn is not None
-        return scaled_loss(self._loss_fn, output, target, self._scale / self._mean)
+        with self._of_the_script():
+            return scaled_loss(self._loss_fn, output, target, self._scale / self._mean)
+
+    @contextlib.contextmanager
+    def _of_the_script(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def step(
         self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, scale: float
@@ -234,7 +245,7 @@ class StageEngine:
         total = float(torch.stack([loss.detach().double() for loss in losses]).sum()) / scale
         if looks:
             assert self._loss_fn is not None and target is not None
-            with torch.no_grad(), autocast(prepared.autocast):
+            with torch.no_grad(), autocast(prepared.autocast), self._of_the_script():
                 check_mean(total, self._loss_fn, output, target)
             self._checked.add(key)
         return total

@@ -57,7 +57,11 @@ class Holdings:
     """The parameters and buffers that one process computes with, by number."""
 
     def __init__(self, parameters: Iterable[int], buffers: Iterable[int]) -> None:
-        self.parameters, self.buffers = sorted(set(parameters)), sorted(set(buffers))
+        self._held = frozenset(parameters)
+        self.parameters, self.buffers = sorted(self._held), sorted(set(buffers))
+
+    def has_parameter(self, index: int) -> bool:
+        return index in self._held
 
     def materialise(self, tensors: Tensors) -> None:
         """Makes those that were built without memory."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -93,6 +94,7 @@ class StageLeader:
         self._gradients: list[dict[int, _Gradient]] = [{} for _ in range(self._size)]
         self._spare_gradients: dict[int, list[_Gradient]] = {}
         self._last_step: tuple[float, list[StageSpan]] = (0.0, [])
+        self._why_broken = ""
         self._follow_cut()
         self._holdings[0].materialise(self._tensors)
         forget()
@@ -327,6 +329,7 @@ class StageLeader:
 
     def step(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, count: int, scale: float) -> float:
         """A batch through all stages; its mean loss. The gradients of all stages are in the leader's parameters."""
+        self._check_in_turn()
         self._follow_moves()
         self._tell_modes()
         key = self._kind_of(inputs, count, trains=True)
@@ -336,14 +339,15 @@ class StageLeader:
         spans: list[StageSpan] = []
         self._stages.step_began = time.monotonic()
         try:
-            for number, process in enumerate(self._processes, 1):
-                self._send(process, TrainStep(key, meta, scale, self._kept(number)))
-            loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
-            for number, process in enumerate(self._processes, 1):
-                answer = self._answer(process, Stepped)
-                loss = answer.loss if (self._count - 1) % self._size == number else loss
-                self._take_gradients(number, answer.touched)
-                spans += answer.spans
+            with self._in_turn():
+                for number, process in enumerate(self._processes, 1):
+                    self._send(process, TrainStep(key, meta, scale, self._kept(number)))
+                loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
+                for number, process in enumerate(self._processes, 1):
+                    answer = self._answer(process, Stepped)
+                    loss = answer.loss if (self._count - 1) % self._size == number else loss
+                    self._take_gradients(number, answer.touched)
+                    spans += answer.spans
         finally:
             self._stages.step_began = None
         spans += self._engine.spans
@@ -393,11 +397,32 @@ class StageLeader:
             sent.wait()
         return loss
 
+    def _check_in_turn(self) -> None:
+        """Raises if a batch has failed: other processes may wait for the rest of it."""
+        if self._why_broken:
+            raise ConnectionLost(
+                f"Pipeline: an earlier batch failed ({self._why_broken}), and the processes of this pipeline are out "
+                "of turn; end the script after such an error: a worker that fails is started again (--max-restarts)"
+            )
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """What all processes do at once. If it fails, the pipeline is broken."""
+        try:
+            yield
+        except BaseException as error:
+            lines = [type(error).__name__, *filter(str.strip, str(error).splitlines())]
+            told = [": ".join(lines[:2]), *(lines[2:] and [lines[-1].strip()])]
+            self._why_broken = " … ".join(told)
+            raise
+
     def _together(self, action: Callable[[], Any]) -> Any:
         """Runs what all processes do at once. If a connection breaks, the process that has ended says why."""
         try:
             return action()
         except RuntimeError as error:
+            if self._engine.has_failed:  # its own stage, or the loss
+                raise
             found = self._stages.explain(error)
             if found is error:
                 raise
@@ -417,7 +442,7 @@ class StageLeader:
         return kept
 
     def _is_first(self, number: int, index: int) -> bool:
-        return not any(index in holdings.parameters for holdings in self._holdings[:number])
+        return not any(holdings.has_parameter(index) for holdings in self._holdings[:number])
 
     @torch.no_grad()
     def _take_gradients(self, number: int, touched: Sequence[int]) -> None:
@@ -434,17 +459,19 @@ class StageLeader:
 
     def evaluate(self, inputs: Sequence[torch.Tensor], count: int) -> Any:
         """The output of the last stage."""
+        self._check_in_turn()
         self._follow_moves()
         self._tell_modes()
         key = self._kind_of(inputs, count, trains=False)
-        for process in self._processes:
-            self._send(process, Evaluate(key))
-        output = self._together(lambda: self._engine.evaluate(key, inputs))
-        last = (self._count - 1) % self._size
-        for number, process in enumerate(self._processes, 1):
-            answer = self._answer(process, Evaluated)
-            if number == last:
-                output = self._together(lambda said=answer: self._receive(last, said))  # type: ignore[misc]
+        with self._in_turn():
+            for process in self._processes:
+                self._send(process, Evaluate(key))
+            output = self._together(lambda: self._engine.evaluate(key, inputs))
+            last = (self._count - 1) % self._size
+            for number, process in enumerate(self._processes, 1):
+                answer = self._answer(process, Evaluated)
+                if number == last:
+                    output = self._together(lambda said=answer: self._receive(last, said))  # type: ignore[misc]
         return output
 
     @staticmethod

@@ -46,6 +46,7 @@ def serve(job: StageJob, find: Callable[[], Layers], loss_fn: LossFunction) -> N
 
     The leader tells first if the model cannot be cut.
     """
+    server = None
     try:
         cut, _ = job.place.channel.receive(Cut)
         layers = find()
@@ -60,7 +61,7 @@ def serve(job: StageJob, find: Callable[[], Layers], loss_fn: LossFunction) -> N
     except ConnectionLost:
         os._exit(0)
     except Exception as error:
-        if isinstance(error, RuntimeError) and "gloo" in str(error):
+        if server is not None and server.is_cut_off(error):
             time.sleep(_LAST_SECONDS)  # another process of this pipeline has ended, and this one does with its leader
         job.place.fail(error)
 
@@ -83,6 +84,7 @@ class StageServer:
         self._buffers: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._output: tuple[torch.Tensor, ...] = ()
+        self._is_talking = False  # with other stages, or it is about to
         self._follow_cut(cut.firsts)
         self._holdings.materialise(self._tensors)
         forget()
@@ -106,6 +108,7 @@ class StageServer:
         )
 
     def obey(self, order: Order, fds: list[int]) -> Answer | None:
+        self._is_talking = isinstance(order, ShareTensors | TrainStep | Evaluate)
         if isinstance(order, ShareTensors):
             return self._share(order, fds)
         if isinstance(order, Infer):
@@ -123,6 +126,15 @@ class StageServer:
         elif isinstance(order, Evaluate):
             return self._evaluate(order)
         return None
+
+    def is_cut_off(self, error: Exception) -> bool:
+        """Whether this is a connection to another stage that broke, and no word of the script's own code."""
+        return (
+            self._is_talking
+            and not self._engine.has_failed
+            and isinstance(error, RuntimeError)
+            and "gloo" in str(error)
+        )
 
     def follow_up(self) -> None:
         """What comes behind an answer."""
