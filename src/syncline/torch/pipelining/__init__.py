@@ -11,6 +11,7 @@
 # shared            parameters, buffers and gradients that the processes of a pipeline share
 # engine            this process's stages under torch.distributed.pipelining
 # serving           a stage process after its Pipeline is made
+# randomness        the random numbers of stage processes
 # lacking           what a process says that has no memory
 # scheduling        where the model of a running pipeline is cut
 # layers            a model as layers that can be cut apart

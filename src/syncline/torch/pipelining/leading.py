@@ -44,6 +44,7 @@ from syncline.torch.pipelining.orders import (
     TensorMeta,
     TrainStep,
 )
+from syncline.torch.pipelining.randomness import StageRandomness
 from syncline.torch.pipelining.shared import SharedBlocks, layout
 from syncline.worker.arrays import Bytes
 from syncline.worker.job import Job
@@ -95,6 +96,9 @@ class StageLeader:
         self._spare_gradients: dict[int, list[_Gradient]] = {}
         self._last_step: tuple[float, list[StageSpan]] = (0.0, [])
         self._why_broken = ""
+        self._randomness = StageRandomness(
+            job, self._size, lambda number, order: self._send(self._processes[number - 1], order)
+        )
         self._follow_cut()
         self._holdings[0].materialise(self._tensors)
         forget()
@@ -332,6 +336,7 @@ class StageLeader:
         self._check_in_turn()
         self._follow_moves()
         self._tell_modes()
+        self._randomness.settle()
         key = self._kind_of(inputs, count, trains=True)
         target = target.detach().contiguous()
         meta = describe([target])[0]
@@ -347,6 +352,7 @@ class StageLeader:
                     answer = self._answer(process, Stepped)
                     loss = answer.loss if (self._count - 1) % self._size == number else loss
                     self._take_gradients(number, answer.touched)
+                    self._randomness.hear(number, answer.random)
                     spans += answer.spans
         finally:
             self._stages.step_began = None
@@ -462,6 +468,7 @@ class StageLeader:
         self._check_in_turn()
         self._follow_moves()
         self._tell_modes()
+        self._randomness.settle()
         key = self._kind_of(inputs, count, trains=False)
         with self._in_turn():
             for process in self._processes:
@@ -470,6 +477,7 @@ class StageLeader:
             last = (self._count - 1) % self._size
             for number, process in enumerate(self._processes, 1):
                 answer = self._answer(process, Evaluated)
+                self._randomness.hear(number, answer.random)
                 if number == last:
                     output = self._together(lambda said=answer: self._receive(last, said))  # type: ignore[misc]
         return output

@@ -99,7 +99,22 @@ class Evaluate(msgspec.Struct, frozen=True, tag=True):
     key: int
 
 
-Order = Cut | Recut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate
+class RandomStates(msgspec.Struct, frozen=True, array_like=True):
+    """The random states of a process: that of Python as JSON; the others as a tree and the bytes of its arrays."""
+
+    python: bytes
+    tree: bytes
+    tensors: list[bytes]
+
+
+class Randomize(msgspec.Struct, frozen=True, tag=True):
+    """These random states, or the ones that this seed makes."""
+
+    states: RandomStates | None = None
+    seed: int = 0
+
+
+Order = Cut | Recut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate | Randomize
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -115,19 +130,25 @@ class Inferred(msgspec.Struct, frozen=True, tag=True):
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     """A step is made. `loss`: of the last stage, the mean. `touched`: parameters that have a gradient.
 
-    `spans`: its forwards and backwards, by the clock that all processes of a host share.
+    `spans`: its forwards and backwards, by the clock that all processes of a host share. `random`: its random states,
+    if they have changed.
     """
 
     loss: float
     touched: list[int]
     spans: list[StageSpan]
+    random: RandomStates | None = None
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
-    """What the last stage sends; nothing from the others. `is_tuple`: the model gives several tensors."""
+    """What the last stage sends; nothing from the others. `is_tuple`: the model gives several tensors.
+
+    `random`: as in a step.
+    """
 
     outputs: list[TensorMeta]
     is_tuple: bool = False
+    random: RandomStates | None = None
 
 
 Answer = Ready | Inferred | Stepped | Evaluated

@@ -27,12 +27,15 @@ from syncline.torch.pipelining.orders import (
     Modes,
     Order,
     PrepareBatches,
+    Randomize,
+    RandomStates,
     Ready,
     Recut,
     ShareTensors,
     Stepped,
     TrainStep,
 )
+from syncline.torch.pipelining.randomness import randomize, taken
 from syncline.torch.pipelining.shared import MappedBlocks
 from syncline.worker.stages import StageJob
 
@@ -84,6 +87,7 @@ class StageServer:
         self._buffers: dict[int, torch.Tensor] = {}
         self._touched: set[int] = set()
         self._output: tuple[torch.Tensor, ...] = ()
+        self._said_random: RandomStates | None = None
         self._is_talking = False  # with other stages, or it is about to
         self._follow_cut(cut.firsts)
         self._holdings.materialise(self._tensors)
@@ -121,6 +125,9 @@ class StageServer:
         elif isinstance(order, Modes):
             for module, training in zip(self._all_modules, order.training, strict=True):
                 module.training = training
+        elif isinstance(order, Randomize):
+            randomize(order)
+            self._said_random = None
         elif isinstance(order, TrainStep):
             return self._step(order)
         elif isinstance(order, Evaluate):
@@ -205,7 +212,15 @@ class StageServer:
         loss = self._engine.step(order.key, (), target, order.scale)
         self._look_at_buffers()
         self._unwritten.check()
-        return Stepped(loss or 0.0, sorted(self._touched), self._engine.spans)
+        return Stepped(loss or 0.0, sorted(self._touched), self._engine.spans, self._changed_random())
+
+    def _changed_random(self) -> RandomStates | None:
+        """The random states, if the leader does not know them."""
+        states = taken()
+        if states == self._said_random:
+            return None
+        self._said_random = states
+        return states
 
     def _look_at_buffers(self) -> None:
         """A module may have replaced a buffer's tensor, or its memory."""
@@ -219,6 +234,6 @@ class StageServer:
     def _evaluate(self, order: Evaluate) -> Evaluated:
         output = self._engine.evaluate(order.key, ())
         if not self._engine.has_last:
-            return Evaluated([])
+            return Evaluated([], random=self._changed_random())
         self._output = as_tuple(output)
-        return Evaluated(describe(self._output), isinstance(output, tuple | list))
+        return Evaluated(describe(self._output), isinstance(output, tuple | list), self._changed_random())

@@ -83,6 +83,11 @@ def last_given(torch_seed: int) -> int | None:
     return _last_given if torch_seed == _torch_seed else None
 
 
+def seed_process(seed: int) -> None:
+    """Seeds the global generators of a process that follows another one."""
+    _seed(seed, seed % (1 << 32), seed)
+
+
 def _seed(for_python: int, for_numpy: int, for_torch: int) -> None:
     random.seed(for_python)
     np.random.seed(for_numpy)
@@ -113,9 +118,25 @@ class OwnStream:
             self._seed, _given = _given, None
         if self._seed is None:
             return  # the script seeds by itself
-        who = int.from_bytes(self._name.encode(), "big")
-        one, two, three = np.random.SeedSequence([self._seed, who, self._life]).generate_state(3, np.uint64)
+        one, two, three = np.random.SeedSequence([self._seed, self._who, self._life]).generate_state(3, np.uint64)
         _seed(int(one), int(two) >> 32, int(three))
+
+    @property
+    def _who(self) -> int:
+        return int.from_bytes(self._name.encode(), "big")
+
+    @property
+    def is_later_life(self) -> bool:
+        """Whether this worker has joined a running job."""
+        return bool(self._life)
+
+    def of_process(self, number: int) -> int | None:
+        """The seed of another process of this worker; None: the script seeds by itself, or training has not begun."""
+        if self._seed is None:
+            return None
+        return int(
+            np.random.SeedSequence([self._seed, self._who, self._life, number]).generate_state(1, np.uint64)[0]
+        )
 
     def restored(self) -> None:
         """The random states were restored from a checkpoint. In a resumed job they continue; a worker restarted in
