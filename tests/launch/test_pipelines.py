@@ -53,18 +53,26 @@ def test_a_pipeline_survives_the_death_of_any_of_its_processes(commands: Any, wh
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_stage_is_the_scripts(commands: Any) -> None:
-    """Before it, the script gives a model that is no Pipeline."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_exception_in_a_stage_is_the_scripts(commands: Any, stage: int) -> None:
+    """It comes at once, whatever its words are. Other processes wait in the middle of that batch, so the next one is
+    refused. Before, the script gives a model that is no Pipeline.
+    """
     script = commands.script(
-        """
+        f"""
         import torch, syncline
         from torch import nn
+        from syncline.errors import ConnectionLost
         from syncline.torch import DistributedOptimizer, Pipeline
+        from syncline.torch.pipelining import serving
+        from syncline.worker import stages
+
+        serving._LAST_SECONDS = stages._VERDICT_SECONDS = 1e6  # nothing waits for a verdict of others
 
         class Wrong(nn.Linear):
             def forward(self, x):
                 if x.abs().sum() > 1e6:
-                    raise ValueError("too much")
+                    raise RuntimeError("too much: gloo")
                 return super().forward(x)
 
         job = syncline.init()
@@ -74,18 +82,25 @@ def test_an_exception_in_a_stage_is_the_scripts(commands: Any) -> None:
                 DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), model=plain)
             except syncline.ConfigError as error:
                 print("refused", "this script trains a model that is no Pipeline" in str(error))
-        pipe = Pipeline(stages=[nn.Linear(2, 2), Wrong(2, 2)], loss_fn=nn.functional.mse_loss)
+        kinds = [nn.Linear, nn.Linear]
+        kinds[{stage}] = Wrong
+        pipe = Pipeline(stages=[kind(2, 2) for kind in kinds], loss_fn=nn.functional.mse_loss)
         DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
         try:
             pipe.step(torch.full((8, 2), 1e9), torch.zeros(8, 2))
-        except ValueError:
-            print("in one process")
         except RuntimeError as error:
             print("caught", "stage 1 of worker-0" in str(error), "too much" in str(error))
+        small = torch.zeros(8, 2)
+        for again in (lambda: pipe.step(small, small), lambda: pipe.evaluate(small)):
+            try:
+                again()
+            except ConnectionLost as error:
+                print("then", "an earlier batch failed (RuntimeError: " in str(error) and "too much" in str(error))
         """
     )
     result = commands.run("run", "-w", "2", "--stages", "2", "--max-restarts", "0", script)
-    assert "refused True" in result.output and "caught True True" in result.output, result.output
+    assert "refused True" in result.output and f"caught {stage == 1} True" in result.output, result.output
+    assert result.output.count("then True") == 2, result.output
 
 
 RESUMED = """
@@ -151,6 +166,42 @@ def test_a_checkpoint_of_two_stages_is_taken_up_by_one(commands: Any) -> None:
             (torch.nn.functional.mse_loss(net(a), b) / 2).backward()
         opt.step()
     assert_same_state(nine["state"], net)
+
+
+DROPPING = """
+    import sys, torch, syncline
+    from torch import nn
+    from syncline.torch import DistributedOptimizer, Pipeline
+
+    job = syncline.init()
+    torch.manual_seed(4)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(2)]
+    pipe = Pipeline(stages=layers, loss_fn=nn.functional.mse_loss)
+    opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), model=pipe)
+    for step in job.steps(8):
+        pipe.step(torch.ones(8, 8), torch.zeros(8, 8))
+        opt.step(); opt.zero_grad()
+    opt.pull()
+    torch.save(pipe.state_dict(), sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_resumes_draws_the_masks_of_one_that_did_not_stop(commands: Any) -> None:
+    """In all stages: the later ones drew the masks of their first steps again."""
+    script = commands.script(DROPPING)
+    for path, options in (
+        ("whole.pt", ("--checkpoint", "one")),
+        ("begun.pt", ("--checkpoint", "two", "--max-steps", "4")),
+        ("ended.pt", ("--checkpoint", "two")),
+    ):
+        result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "2", *options, script, path)
+        assert result.code == 0, result.output
+    whole, begun, ended = (
+        torch.load(commands.folder / path, weights_only=True) for path in ("whole.pt", "begun.pt", "ended.pt")
+    )
+    for name, value in whole.items():
+        assert torch.equal(ended[name], value) and not torch.equal(begun[name], value), name
 
 
 def assert_same_state(found: dict[str, torch.Tensor], net: torch.nn.Module) -> None:
