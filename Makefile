@@ -77,5 +77,5 @@ bench-check: setup ## this checkout against BASE=<commit>, in turns; fails where
 	@$(BIN)/python -m benchmarks.check $(BASE) $(foreach row,$(ROWS),--only "$(row)") $(ARGS)
 
 clean: ## remove environments, builds and caches; runs/ stays
-	rm -rf .venv .venv-tensorflow .venv-jax .venv-mixed .venv-ray .venv-validators build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-tensorflow .venv-jax .venv-mixed .venv-lowest-tensorflow .venv-lowest-jax .venv-ray .venv-validators build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find src tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -36,6 +36,7 @@ TARGETS = [
 ENGINES = "test-engines ARGS=-m smoke"
 SHARED_TOOLS = ("venv", "apt_download", "setup_frameworks", "test_frameworks", "fetch_data")
 CONSTRAINTS = ("constraints.txt", "constraints-frameworks.txt")
+LOWEST = "constraints-lowest.txt"
 FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -191,7 +192,7 @@ def tree(tmp_path):
     (home / "tools").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "tools/setup.sh"):
         shutil.copy(ROOT / name, home / name)
-    for name in ("constraints-frameworks.txt", *(f"tools/{each}.sh" for each in SHARED_TOOLS)):
+    for name in ("constraints-frameworks.txt", LOWEST, *(f"tools/{each}.sh" for each in SHARED_TOOLS)):
         shutil.copy(ROOT / name, home / name)
     executable(home / ".venv" / "bin" / "python", 'echo "$@" >>calls')
     done = run("make", "setup", cwd=home)
@@ -257,14 +258,14 @@ def test_setup_takes_a_newer_python_where_python3_is_old(tree):
 
 @pytest.fixture
 def framework_tree(tree):
-    """`tree` with three environments, whose python notes its arguments and fails the tests that $RED names."""
+    """`tree` with four environments, whose python notes its arguments and fails the tests that $RED names."""
     script = """case "$*" in
     *install*) echo "$0 $*" >>calls;;
     *"${RED:-nothing}"*) echo "$KERAS_BACKEND $*" >>tested; exit 1;;
     *"-m none"*) exit 5;;
     *-m\\ pytest*) echo "$KERAS_BACKEND $*" >>tested;;
     esac"""
-    for name in ("tensorflow", "jax", "mixed"):
+    for name in ("tensorflow", "jax", "mixed", "lowest-jax"):
         executable(tree / f".venv-{name}" / "bin" / "python", script)
     for name in ("keras", "tensorflow", "jax", "mixed"):
         (tree / "tests" / "frameworks" / name).mkdir(parents=True)
@@ -291,7 +292,9 @@ def test_every_framework_has_an_exact_version():
     lines = (ROOT / "constraints-frameworks.txt").read_text().splitlines()
     fixed = {line.partition("==")[0] for line in lines if re.fullmatch(r"[a-z-]+==[\d.]+", line)}
     assert len(fixed) == sum(not line.startswith("#") for line in lines)
-    named = re.findall(r'frameworks="([^"]+)" ;;', (ROOT / "tools" / "setup_frameworks.sh").read_text())
+    named = re.findall(
+        r'^[a-z]+\) frameworks="([^"]+)" ;;', (ROOT / "tools" / "setup_frameworks.sh").read_text(), re.M
+    )
     assert len(named) == 3 and set(" ".join(named).split()) <= fixed
 
 
@@ -308,6 +311,26 @@ def test_the_extras_ask_for_the_versions_that_the_adapters_check():
             checked.append((name, numbers.removesuffix(".0")))
     assert set(checked) == set(asked.items()), "an adapter checks another version than the extras ask for"
     assert [name for name, _ in checked].count("jax") == 2  # of both adapters
+
+
+def test_the_lowest_versions_can_be_tried(framework_tree):
+    """Those that the adapters check: a lower one would be refused, a higher one would prove nothing."""
+    done = run("sh", "tools/test_frameworks.sh", "lowest-jax", "-m", "smoke", cwd=framework_tree)
+    assert done.returncode == 0, done.stderr
+    calls = (framework_tree / "calls").read_text().splitlines()
+    assert [" -c constraints-lowest.txt " in call for call in calls] == [True, True]
+    assert calls[1].startswith(".venv-lowest-jax/") and calls[1].endswith(" jax jaxlib optax keras")
+    (tested,) = (framework_tree / "tested").read_text().splitlines()
+    assert tested.startswith("jax ") and tested.endswith("tests/frameworks/keras tests/frameworks/jax -m smoke")
+
+
+def test_the_lowest_versions_are_those_that_the_extras_ask_for():
+    lines = [line for line in (ROOT / LOWEST).read_text().splitlines() if not line.startswith("#")]
+    fixed = dict(line.split("==") for line in lines)
+    assert fixed.pop("jaxlib") == fixed["jax"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = dict(line.split(">=") for name in ("keras", "tensorflow", "jax") for line in extras[name])
+    assert {name: version.removesuffix(".0") for name, version in fixed.items()} == asked
 
 
 def test_setup_takes_torch_of_the_same_version_in_both_places():
@@ -327,7 +350,7 @@ def test_frameworks_may_be_placed_elsewhere(framework_tree):
 
 def test_an_unknown_environment_is_named(framework_tree):
     done = run("sh", "tools/setup_frameworks.sh", "mxnet", cwd=framework_tree)
-    assert done.returncode == 2 and "name one of tensorflow, jax, mixed" in done.stderr
+    assert done.returncode == 2 and "name one of tensorflow, jax, mixed, lowest-tensorflow, lowest-jax" in done.stderr
 
 
 def test_keras_is_tested_with_the_backend_of_each_environment(framework_tree):

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Makes the environment of one framework, for `make test-frameworks`: setup_frameworks.sh tensorflow|jax|mixed
+# Makes the environment of one framework, for `make test-frameworks`: setup_frameworks.sh NAME
 #
 #   tensorflow   TensorFlow and Keras, without torch
 #   jax          JAX, optax, flax and Keras, without torch
 #   mixed        torch, JAX, optax, Keras and scikit-learn: jobs whose workers use different frameworks
+#   lowest-tensorflow, lowest-jax   the lowest versions that the adapters take (constraints-lowest.txt)
 #
 # It is .venv-NAME in the repository, or NAME in the folder that $SYNCLINE_ENVIRONMENTS names. syncline itself is
 # installed there, editable. When nothing changed since the last time, nothing is done.
@@ -12,12 +13,15 @@ cd "$(dirname "$0")/.."
 
 NAME=test-frameworks
 which=${1:-}
+constraints=constraints-frameworks.txt
 case $which in
 tensorflow) frameworks="tensorflow keras" ;;
 jax) frameworks="jax jaxlib optax flax keras" ;;
 mixed) frameworks="torch jax jaxlib optax keras scikit-learn" ;;
+lowest-tensorflow) frameworks="tensorflow keras" constraints=constraints-lowest.txt ;;
+lowest-jax) frameworks="jax jaxlib optax keras" constraints=constraints-lowest.txt ;;
 *)
-    echo "$NAME: name one of tensorflow, jax, mixed" >&2
+    echo "$NAME: name one of tensorflow, jax, mixed, lowest-tensorflow, lowest-jax" >&2
     exit 2
     ;;
 esac
@@ -33,10 +37,10 @@ STAMP=$VENV/.setup
 wanted() {
     pwd
     echo "$frameworks"
-    cat tools/setup_frameworks.sh pyproject.toml constraints-frameworks.txt
+    cat tools/setup_frameworks.sh pyproject.toml "$constraints"
 }
 
-install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-frameworks.txt "$@"; }
+install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" "$@"; }
 
 up_to_date && exit 0
 ensure_venv

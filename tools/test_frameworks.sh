@@ -14,8 +14,8 @@ done
 failed=""
 for name in $names; do
     case $name in # Keras' tests run on the backend of each environment
-    tensorflow) backend=tensorflow parts="keras tensorflow" ;;
-    jax) backend=jax parts="keras jax" ;;
+    tensorflow | lowest-tensorflow) backend=tensorflow parts="keras tensorflow" ;;
+    jax | lowest-jax) backend=jax parts="keras jax" ;;
     mixed) backend=torch parts="keras mixed" ;;
     esac
     paths="tests/frameworks/test_smoke.py tests/frameworks/test_pages.py"

@@ -8,7 +8,8 @@ import importlib.util
 
 from syncline.errors import ConfigError
 
-#: By package. The tests have passed with this Keras, this JAX and this TensorFlow, but not yet with this torch.
+#: By package. The tests have passed with this Keras, this JAX and this TensorFlow, each beside newer ones of the
+#: others, but not yet with this torch.
 LOWEST = {"keras": "3.10.0", "tensorflow": "2.17.0", "jax": "0.5.1", "torch": "2.4.0"}
 BACKENDS = ("tensorflow", "jax", "torch")
 #: The usual distributions of the package `tensorflow`.
