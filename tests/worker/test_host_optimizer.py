@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from syncline import ConfigError, LayoutError, Rule, RuleError
+from syncline.core.layout import in_ranges
 from syncline.testing import local_job
+from syncline.worker.exchange.commit import Push
 from syncline.worker.host_optimizer import HostOptimizer
 from syncline.worker.job import Job
 from syncline.worker.mean_gradients import MeanGradients
@@ -223,6 +225,35 @@ def test_buffers_are_the_chiefs_or_the_weighted_mean(mode: str, expected: float)
 
     with local_job(workers=2) as jobs:
         assert jobs.run(train) == [[expected] * 2] * 2
+
+
+def test_buffers_that_have_not_changed_are_not_pushed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of frozen layers are among Keras' buffers: the chief sent all of them with every step. In another
+    generation, whose servers may have got older values back, they are pushed once more.
+    """
+    with local_job(workers=1) as jobs:
+        job = jobs[0]
+        buffers = {"frozen": np.ones(4, np.float32), "mean": np.zeros(2, np.float32)}
+        optimizer = HostOptimizer(job, {"a": np.zeros(1, np.float32)}, SGD, buffers=buffers)
+        commit, layout, pushed = job.exchange.commit, job.exchange.layout, list[Push]()
+
+        def noted(push: Push, target: Any) -> Any:
+            pushed.append(push)
+            return commit(push, target)
+
+        monkeypatch.setattr(job.exchange, "commit", noted)
+
+        def step(mean: float) -> list[str]:
+            own = {**buffers, "mean": np.full(2, mean, np.float32)}
+            optimizer.step({"a": np.ones(1, np.float32)}, buffers=own)
+            return [name for name in buffers if in_ranges(pushed[-1].pushed, layout.parameter_id(name))]
+
+        assert step(1.0) == ["frozen", "mean"]
+        assert step(2.0) == ["mean"]
+        assert step(2.0) == []
+        assert optimizer.buffer_values["mean"].tolist() == [2.0, 2.0]
+        monkeypatch.setattr(Job, "generation", property(lambda job: 1_000))
+        assert step(2.0) == ["frozen", "mean"]
 
 
 def test_a_late_worker_begins_with_the_jobs_values_and_two_models_do_not_mix() -> None:

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from syncline.core.layout import ITEM_BYTES, Ranges
 from syncline.core.policy import policy_of
 from syncline.core.rule import Option, Rule, outer_of
@@ -383,6 +385,7 @@ class _Buffers:
         self.flats: dict[int, Bytes] = {}
         if self._memory is not None and (mode == "mean" or not job.is_chief):
             self.flats = {self._memory.segment.index: self._memory.flat}
+        self._generation = -1  # the servers of this one have got all buffers from the chief
 
     def collect(self, given: Mapping[str, HostArray] | None) -> Ranges:
         """Copies this worker's buffers into the arena, if they count; returns their ids."""
@@ -390,11 +393,23 @@ class _Buffers:
             return ()
         known = {name: array for name, array in given.items() if name in self.values}
         self._memory.check(known, "the buffer")
+        if not self.flats:  # the chief's own are the job's, and nothing else writes `values`
+            known = self._changed(known)
+        if not known:
+            return ()
         self._memory.fill(known)
-        if not self.flats:  # the chief's own are the job's
-            for name, array in known.items():
-                self.values[name][...] = array
         return self._memory.ids_of(known)
+
+    def _changed(self, known: Mapping[str, HostArray]) -> dict[str, HostArray]:
+        """Those that the servers do not have: the weights of frozen layers stay the same in every step. Servers that
+        were lost may have got older ones back, so in each generation all are pushed once.
+        """
+        generation = self._job.generation
+        is_new, self._generation = generation != self._generation, generation
+        found = {n: array for n, array in known.items() if is_new or not np.array_equal(array, self.values[n])}
+        for name, array in found.items():
+            self.values[name][...] = array
+        return found
 
 
 def free_prefix(job: Job, named: Mapping[str, HostArray], prefix: str = "") -> str:
