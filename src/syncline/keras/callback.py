@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -14,7 +13,9 @@ from syncline.errors import ConfigError
 from syncline.keras import passes
 from syncline.keras.data import Dataset, NumBatches
 from syncline.keras.optimizer import NO_LOSS_SCALE, NOT_BUILT, DistributedOptimizer
+from syncline.keras.saving import save_by_chief
 from syncline.keras.steps import KerasSteps
+from syncline.keras.variables import buffers_of, values_of_buffers
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 
@@ -65,7 +66,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         steps.callback, self.has_ended, self._unread = self, False, {}
         if self._dataset is not None:
             self._dataset.is_stopped = False
-        _save_by_chief(model, self._job)
+        save_by_chief(model, self._job)
         _Merging.install(model, self)
         first = self._first = self._dataset.skip_finished(self._num_epochs) if self._dataset is not None else 0
         if first:
@@ -155,7 +156,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         steps = self.model.optimizer.steps
         state = getattr(self.model, "_jax_state", None)
         if state is not None:
-            steps.note_buffers(_values_of_buffers(self.model, state["non_trainable_variables"]))
+            steps.note_buffers(values_of_buffers(self.model, state["non_trainable_variables"]))
         steps.finish()
         if self._job.should_stop:
             self.model.stop_training = True
@@ -272,51 +273,3 @@ class _Merging:
     def remove(model: Any) -> None:
         for name in ("_get_metrics_result_or_logs", "evaluate", "fit"):
             model.__dict__.pop(name, None)
-
-
-def _save_by_chief(model: Any, job: Job) -> None:
-    """`model.save` and `save_weights`, also by ModelCheckpoint, write at the chief alone."""
-
-    def by_chief(name: str) -> Any:
-        write = getattr(type(model), name)
-
-        def save(*args: Any, **kwargs: Any) -> Any:
-            if not job.is_chief:
-                return None
-            with _as_plain(model):
-                return write(model, *args, **kwargs)
-
-        return save
-
-    for name in ("save", "save_weights", "export"):
-        object.__setattr__(model, name, by_chief(name))
-
-
-@contextlib.contextmanager
-def _as_plain(model: Any) -> Iterator[None]:
-    """The model as without Syncline, so that every Keras loads the file."""
-    optimizer: Any = model.optimizer
-    compiled: Any = getattr(getattr(model, "_compile_config", None), "config", {})
-    if not isinstance(optimizer, DistributedOptimizer):
-        yield
-        return
-    given = compiled.get("optimizer")
-    try:
-        model.optimizer = optimizer.inner_optimizer
-        if given is optimizer:
-            compiled["optimizer"] = optimizer.inner_optimizer
-        yield
-    finally:
-        model.optimizer = optimizer
-        if given is optimizer:
-            compiled["optimizer"] = given
-
-
-def buffers_of(model: Any) -> list[Any]:
-    """Variables that are not trained and hold numbers, such as BatchNorm's statistics; not the states of chance."""
-    return [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
-
-
-def _values_of_buffers(model: Any, values: list[Any]) -> list[Any]:
-    pairs = zip(model.non_trainable_variables, values, strict=True)
-    return [value for variable, value in pairs if keras.backend.is_float_dtype(variable.dtype)]

@@ -11,7 +11,8 @@ from syncline.errors import ConfigError
 from syncline.keras import backends
 from syncline.keras.backends import to_host
 from syncline.keras.rules import why_on_worker
-from syncline.keras.steps import KerasSteps, value_of
+from syncline.keras.steps import KerasSteps
+from syncline.keras.variables import value_of
 from syncline.worker.current import current_job, has_current_job
 from syncline.worker.job import Job
 

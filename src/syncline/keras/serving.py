@@ -9,8 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from syncline.keras.callback import buffers_of
-from syncline.keras.steps import names_of
+from syncline.keras.variables import buffers_of, names_of
 from syncline.store.weights import check_shapes
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import xxhash
 
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError, StoreError
 from syncline.keras import backends, passes
 from syncline.keras.backends import to_host
 from syncline.keras.rules import check_on_worker, rules_of
+from syncline.keras.variables import digest_of, names_of, value_of
 from syncline.worker.checkpoint.script_state import Part
 from syncline.worker.host_memory import copied
 from syncline.worker.host_optimizer import HostOptimizer
@@ -337,25 +337,3 @@ class KerasSteps:
             raise StoreError(
                 f"what was saved of the optimizer does not fit this one: {error}; use --fresh"
             ) from error
-
-
-def value_of(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def digest_of(arrays: Iterable[Any]) -> bytes:
-    digest = xxhash.xxh3_128()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.digest()
-
-
-def names_of(variables: Sequence[Any]) -> list[str]:
-    """Unique names: Keras' paths, numbered where two are equal."""
-    found: dict[str, int] = {}
-    names = []
-    for variable in variables:
-        path = str(getattr(variable, "path", variable.name)).replace(":0", "")
-        found[path] = found.get(path, 0) + 1
-        names.append(path if found[path] == 1 else f"{path}#{found[path]}")
-    return names

@@ -12,7 +12,7 @@ import tensorflow as tf
 from syncline.core.rule import Rule
 from syncline.errors import ConfigError
 from syncline.keras import backends, on_tensorflow, passes
-from syncline.keras.steps import names_of
+from syncline.keras.variables import names_of
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 from syncline.worker.mean_gradients import MeanGradients
