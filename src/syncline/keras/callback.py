@@ -168,7 +168,9 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         self._is_validating = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        values = {name: value for name, value in (logs or {}).items() if METRIC.fullmatch(name)}
+        # Rules go by single numbers; of a metric such as F1Score there is one for each class.
+        numbers = {name: value for name, value in (logs or {}).items() if np.ndim(value) == 0}
+        values = {name: float(value) for name, value in numbers.items() if METRIC.fullmatch(name)}
         if self.has_ended:
             self._unread = {} if logs is None else logs  # callbacks behind this one may add some
             return
@@ -217,10 +219,13 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         return dict(self._seen.get(what, default))
 
     def _together(self, what: str, logs: dict[str, Any], weight: float) -> dict[str, Any]:
-        numbers = {name: value for name, value in logs.items() if np.ndim(value) == 0}
-        values = {name: (float(value), weight) for name, value in numbers.items()}
-        found = self._meet(what, values)
-        self._seen[what] = {**logs, **{name: value for name, value in found.items() if name in numbers}}
+        arrays = {name: np.asarray(keras.ops.convert_to_numpy(value), np.float64) for name, value in logs.items()}
+        places = {name: [f"{name} {place}" for place in range(array.size)] for name, array in arrays.items()}
+        own = {key: number for name in arrays for key, number in zip(places[name], arrays[name].flat, strict=True)}
+        # Numbers that are not finite are in no mean: where all workers have such, each keeps its own.
+        means = own | self._meet(what, {key: (float(number), weight) for key, number in own.items()})
+        merged = {name: np.reshape([means[key] for key in places[name]], arrays[name].shape) for name in arrays}
+        self._seen[what] = {name: value if value.ndim else float(value) for name, value in merged.items()}
         return self._seen[what]
 
 

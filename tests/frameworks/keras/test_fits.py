@@ -11,6 +11,8 @@ import pytest
 
 import syncline
 import syncline.keras
+from syncline.testing import local_job
+from syncline.worker.current import current_in_thread
 from syncline.worker.data.loop import Loop
 from syncline.worker.job import Job
 
@@ -56,6 +58,35 @@ def test_a_model_with_several_inputs(job: Job, kind: Any) -> None:
     callbacks = [syncline.keras.Callback()]
     shared.fit(syncline.keras.dataset((x, Y), 24), verbose=0, validation_data=checked, callbacks=callbacks)
     np.testing.assert_allclose(shared.get_weights()[0], plain.get_weights()[0], atol=1e-6)
+
+
+def test_a_metric_of_several_numbers(job: Job) -> None:
+    """F1Score has one for each class: the job's rules could not take them, and `fit` ended in an error."""
+    one_hot = np.eye(2, dtype=np.float32)[Y]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, activation="softmax")])
+    optimizer = syncline.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+    data = syncline.keras.dataset((X, one_hot), 16)
+    callbacks = [syncline.keras.Callback()]
+    history = model.fit(data, epochs=2, verbose=0, validation_data=(X, one_hot), callbacks=callbacks).history
+    assert [np.shape(each) for each in history["f1_score"] + history["val_f1_score"]] == [(2,)] * 4
+    expected = model.evaluate(X, one_hot, verbose=0, return_dict=True)["f1_score"]
+    np.testing.assert_allclose(history["val_f1_score"][-1], keras.ops.convert_to_numpy(expected))
+
+
+def test_each_number_of_a_metric_is_merged() -> None:
+    """All workers see the same: of such a metric they saw their own."""
+
+    def merged(job: Job) -> dict[str, Any]:
+        with current_in_thread(job):
+            callback = syncline.keras.Callback()
+        callback.on_test_begin()
+        return callback.merged({"loss": 1.0 + job.rank, "f1_score": np.array([job.rank, 1.0]), "nan": np.nan})
+
+    with local_job(workers=2) as jobs:
+        for found in jobs.run(merged):
+            assert found.pop("f1_score").tolist() == [0.5, 1.0]
+            assert found.pop("loss") == 1.5 and np.isnan(found.pop("nan")) and not found
 
 
 def test_weights_that_the_script_has_set_are_not_lost(job: Job) -> None:
