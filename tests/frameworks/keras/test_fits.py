@@ -11,6 +11,7 @@ import pytest
 
 import syncline
 import syncline.keras
+from syncline.keras.variables import digest_of
 from syncline.testing import local_job
 from syncline.worker.current import current_in_thread
 from syncline.worker.data.loop import Loop
@@ -102,6 +103,17 @@ def test_weights_that_the_script_has_set_are_not_lost(job: Job) -> None:
     model.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     fit(model)
     np.testing.assert_allclose(model.get_weights()[0], restored[0], atol=0.01)
+
+
+def test_weights_are_compared_by_value() -> None:
+    """However they lie in memory: otherwise the next `fit` would refuse weights that the script has not set."""
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    scalar, empty = np.asarray(2.0), np.zeros((0, 3), np.float32)
+    for same in (array.copy(), np.asfortranarray(array), np.repeat(array, 2, axis=1)[:, ::2]):
+        assert digest_of([same, scalar, empty]) == digest_of([array, scalar, empty])
+    last = array + np.eye(3, 4, dtype=np.float32)[::-1]
+    for other in ([last], [array.T], [array.astype(np.float64)], [array, scalar], []):
+        assert digest_of(other) != digest_of([array])
 
 
 def test_averages_of_the_weights_at_the_end_of_fit_are_no_error(job: Job) -> None:
