@@ -54,6 +54,11 @@ class DistributedGradientTape:
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As `tf.GradientTape.gradient`, averaged over the workers; of gradients that are None, None."""
         _check_life(self._job)
+        if not all(hasattr(source, "assign") for source in tf.nest.flatten(sources)):
+            raise ConfigError(
+                "DistributedGradientTape.gradient takes variables: a gradient by other tensors, such as a batch, is "
+                "each worker's own and has no mean. Take it from a tf.GradientTape, e.g. for a gradient penalty"
+            )
         if on_tensorflow.is_in_xla():
             raise ConfigError(
                 "DistributedGradientTape: tf.function(jit_compile=True) is compiled by XLA, which cannot call the "

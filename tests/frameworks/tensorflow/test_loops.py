@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 from tests.launch.conftest import Commands
 
-from syncline.tensorflow import DistributedOptimizer, dataset
+from syncline import ConfigError
+from syncline.tensorflow import DistributedGradientTape, DistributedOptimizer, dataset
 from syncline.testing import local_job
 from syncline.worker.current import current_in_thread
 
@@ -208,6 +209,24 @@ def test_a_tape_needs_rounds(commands: Commands, graph: bool) -> None:
     result = commands.run("run", "-w", "2", "-s", "1", "--policy", "async", commands.script(text))
     assert result.code != 0 and "a mean gradient needs rounds of all workers" in result.output, result.output
     assert "Graph execution error" not in result.output, "TensorFlow has wrapped the error"
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_tape_takes_the_gradients_of_variables_only(graph: bool) -> None:
+    """A gradient penalty takes those by its inputs. In a graph they were averaged over the workers' batches."""
+
+    def penalty(x: Any) -> Any:
+        with DistributedGradientTape() as tape:
+            tape.watch(x)
+            found = tf.reduce_sum(x**2)
+        return tape.gradient(found, x)
+
+    with (
+        local_job(workers=1) as jobs,
+        current_in_thread(jobs[0]),
+        pytest.raises(ConfigError, match=r"takes variables.*Take it from a tf\.GradientTape"),
+    ):
+        (tf.function(penalty) if graph else penalty)(tf.ones((4, 2)))
 
 
 def test_a_tape_without_the_first_values_of_the_chief_is_told(commands: Commands) -> None:
