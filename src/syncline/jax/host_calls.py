@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from syncline.jax.ordered_calls import ordered_call
 from syncline.jax.packages import jax
 from syncline.jax.trees import is_traced, placed, shapes_of
@@ -90,6 +92,7 @@ class HostCalls:
             raise
         except BaseException as error:  # the worker was asked to leave: the script's thread ends
             self._error = error
-            return [jax.numpy.zeros(shape.shape, shape.dtype) for shape in shapes]
+            # NumPy's: JAX's own would be computed on the device, which waits for this call.
+            return [np.zeros(shape.shape, shape.dtype) for shape in shapes]
         finally:
             _inside.is_set = False
