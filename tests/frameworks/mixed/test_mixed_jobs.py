@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.launch.counted import WAYS, check_a_kill
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 
@@ -42,13 +43,43 @@ def test_a_torch_a_jax_and_a_numpy_worker_equal_three_of_one_kind(loads_apart: A
         np.testing.assert_allclose(found["mixed"][name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [(), ("--policy", "async"), ("--policy", "bounded:2"), ("--exchange", "ring")])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("example", ["numpy_logistic.py", "sklearn_sgd.py"])
-def test_models_without_a_framework_train_with_every_policy(
-    commands: Any, example: str, options: tuple[str, ...]
-) -> None:
+def test_models_without_a_framework_train_with_every_policy(commands: Any, example: str, way: str) -> None:
     small = (str(EXAMPLES / example), "--epochs", "1", "--samples", "12000")
-    done = commands.run("run", "-w", "2", *options, *small)
+    done = commands.run("run", "-w", "2", *WAYS[way], *small)
     assert done.code == 0, done.output
     (accuracy,) = re.findall(r"test accuracy +([\d.]+)%", done.output)
     assert float(accuracy) > 65, done.output
+
+
+#: As in examples/sklearn_sgd.py: the servers add up what `partial_fit` has changed.
+PARTIAL_FIT = """
+    from sklearn.linear_model import SGDClassifier
+    from sklearn.metrics import log_loss
+
+    model = SGDClassifier(loss="log_loss", alpha=1e-4, learning_rate="constant", eta0=0.05, random_state=0)
+    model.partial_fit(np.zeros((2, 4), np.float32), [0, 1], [0, 1])  # makes coef_ and intercept_
+    first = {"coef": np.zeros_like(model.coef_), "intercept": np.zeros_like(model.intercept_)}
+    params = job.kv.register(first, syncline.Rule("Add"))
+
+    def take(params):
+        model.coef_, model.intercept_ = params["coef"].copy(), params["intercept"].copy()
+
+    def change_of(params, x, y):
+        take(params)
+        model.partial_fit(x, y)
+        return {"coef": model.coef_ - params["coef"], "intercept": model.intercept_ - params["intercept"]}
+
+    def mean_loss(params):
+        take(params)
+        return log_loss(y, model.predict_proba(x))
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_partial_fit_with_a_worker_that_is_killed(commands: Any, way: str) -> None:
+    """The loss falls as in one process, and each sample counts once per epoch. A worker that comes back goes on from
+    the servers' sum, not from the first values of its model.
+    """
+    check_a_kill(commands, PARTIAL_FIT, way)
