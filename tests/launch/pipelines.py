@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tests.launch.pipeline_train import WHOLE, make_stages, train_plainly
+from tests.launch import pipeline_ways
+from tests.launch.pipeline_train import WHOLE, batches, make_stages, train_plainly
 from tests.patience import JOB_PATIENCE, PATIENT_START
 
 SCRIPT = str(pathlib.Path(__file__).with_name("pipeline_train.py"))
@@ -53,8 +54,37 @@ def trains_as_one_process_does(
         largest = max(largest, float((found["state"][name] - value).abs().max()))
         assert torch.allclose(found["state"][name], value, rtol=limit, atol=limit), (name, largest)
     assert all(not torch.equal(found["state"][name], value) for name, value in learned.items())
-    assert found["output"].dtype == kind and found["output"].shape[0] == 24
+    whole.load_state_dict(found["state"])
+    x, _ = next(batches(model, kind, 0, 1))
+    with one_thread(), torch.no_grad():
+        given: object = x
+        for stage in [whole] if model in WHOLE else before:
+            stage.eval()
+            given = stage(*given) if isinstance(given, tuple) else stage(given)
+    assert found["output"].dtype == kind and isinstance(given, torch.Tensor)
+    assert torch.allclose(found["output"], given, rtol=limit, atol=limit)
     return largest
+
+
+def trains_in_this_way(commands: Any, way: str, *options: str, limit: float = 1e-10) -> None:
+    """Asserts that two stages with such a script, or such options, do what one process of plain torch does."""
+    result = commands.run(
+        "run", "-w", "2", "--stages", "2", "--micro-batches", str(pipeline_ways.NUM_MICRO), *options,
+        str(pathlib.Path(SCRIPT).with_name("pipeline_ways.py")), "out.pt", way,
+    )  # fmt: skip
+    assert result.code == 0, result.output
+    assert "gradients were edited after backward" not in result.output, result.output
+    found = torch.load(commands.folder / "out.pt", weights_only=True)
+    with one_thread():
+        wanted, scales = pipeline_ways.train_plainly(way)
+    assert found["scales"] == scales and found["state"].keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found["state"][name], value, rtol=limit, atol=limit), name
+    model = torch.nn.Sequential(*pipeline_ways.make_layers(way))
+    assert all(not torch.equal(found["state"][name], value) for name, value in model.state_dict().items())
+    model.load_state_dict(found["state"])
+    x, _ = pipeline_ways.batch(99, next(model.parameters()).dtype)
+    assert torch.allclose(found["output"], model(x), rtol=1e-5, atol=1e-6)
 
 
 INTEGERS = """
@@ -75,7 +105,11 @@ INTEGERS = """
 
     path, num_stages, num_samples, num_epochs = sys.argv[1], *map(int, sys.argv[2:5])
     job = syncline.init()
-    pipe = Pipeline(stages=[Whole(4) for _ in range(num_stages)], loss_fn=loss_fn)
+    stages = [Whole(4) for _ in range(num_stages)]
+    if "tied" in sys.argv:
+        for stage in stages:
+            stage.weight = stages[0].weight
+    pipe = Pipeline(stages=stages, loss_fn=loss_fn)
     opt = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.5), model=pipe)
     numbers = torch.arange(float(num_samples))
     targets = numbers[:, None].expand(num_samples, 4) * 8
@@ -99,9 +133,17 @@ class IntegerJob:
     """
 
     def __init__(
-        self, commands: Any, pipelines: int, stages: int, num_samples: int, num_epochs: int, *options: str
+        self,
+        commands: Any,
+        pipelines: int,
+        stages: int,
+        num_samples: int,
+        num_epochs: int,
+        *options: str,
+        is_tied: bool = False,
     ) -> None:
-        self._commands, self._stages = commands, stages
+        """`is_tied`: all stages have one parameter, whose gradients are added up."""
+        self._commands, self._stages, self._times = commands, stages, stages if is_tied else 1
         self._num_samples, self._num_epochs = num_samples, num_epochs
         toml = f"{PATIENT_START}longest_deadline_seconds = 15.0\nmax_restarts = 100\n"
         (commands.folder / "syncline.toml").write_text(toml)
@@ -109,6 +151,7 @@ class IntegerJob:
             "run", "--name", "it", "-w", str(pipelines * stages), "--stages", str(stages), "--micro-batches", "4",
             "--policy", "sync" if pipelines == 1 else "async", *options,
             commands.script(INTEGERS), "out.pt", str(stages), str(num_samples), str(num_epochs),
+            *(["tied"] if is_tied else []),
         )  # fmt: skip
 
     def steps(self, worker: str = "worker-0") -> list[float]:
@@ -131,7 +174,9 @@ class IntegerJob:
         assert result.code == 0, result.output
         found = torch.load(self._commands.folder / "out.pt", weights_only=True)
         assert len(found) == self._stages
-        wanted = -0.5 * self._num_epochs * sum(range(self._num_samples))  # a commit: the mean of 8 times 8 numbers
+        wanted = (
+            -0.5 * self._times * self._num_epochs * sum(range(self._num_samples))
+        )  # a commit: the mean of 8 times 8 numbers
         for value in found.values():
             assert value.tolist() == [wanted] * 4
         return str(result.output)

@@ -17,6 +17,7 @@ from tests.launch.pipelines import (
     assert_trained_unevenly,
     pipeline_of,
     trains_as_one_process_does,
+    trains_in_this_way,
 )
 from tests.patience import PATIENCE
 
@@ -28,6 +29,19 @@ def test_it_trains_as_one_process_does(commands: Any) -> None:
     Nobody edits gradients, and nobody is told so.
     """
     trains_as_one_process_does(commands, 4, 2, "1f1b", "tied", "float32", "SGD")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["clip_norm", "accumulation"])
+def test_what_scripts_do_besides_works_as_in_one_process(commands: Any, way: str) -> None:
+    """`clip_norm` is of the whole model, not of a stage. The other ways are in the proof."""
+    trains_in_this_way(commands, way)
+
+
+@pytest.mark.slow
+def test_tied_weights_of_stages_count_once_in_async(commands: Any) -> None:
+    """A pipeline is one worker: the gradients of its stages are summed before one commit, so nothing is refused."""
+    IntegerJob(commands, pipelines=2, stages=2, num_samples=256, num_epochs=1, is_tied=True).check()
 
 
 @pytest.mark.slow
@@ -133,21 +147,40 @@ RESUMED = """
             pipe.step(*batch(step))
             opt.step(); opt.zero_grad()
         opt.pull()
-        torch.save({"begun": begun, "state": pipe.state_dict(), "step": job.step}, path)
+        if job.is_chief:
+            torch.save({"begun": begun, "state": pipe.state_dict(), "step": job.step}, path)
 
     if __name__ == "__main__":
         main(sys.argv[1])
 """
 
 
+TWO, THREE, FOUR = ("-w", "2", "--stages", "2"), ("-w", "3", "--stages", "3"), ("-w", "4", "--stages", "2")
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_two_stages_is_taken_up_by_one(commands: Any) -> None:
-    """Checkpoints know names, not stages. Deferred values are those of one process, bit by bit."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (TWO, ("-w", "1")),
+        pytest.param(("-w", "1"), TWO, marks=pytest.mark.proof),
+        pytest.param(TWO, THREE, marks=pytest.mark.proof),
+        pytest.param(TWO, FOUR, marks=pytest.mark.proof),
+        pytest.param(FOUR, ("-w", "2"), marks=pytest.mark.proof),
+    ],
+    ids=" ".join,
+)
+def test_a_checkpoint_is_taken_up_by_another_number_of_stages(
+    commands: Any, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Checkpoints know names, not stages, and pipelines are workers. Deferred values are those of one process, bit by
+    bit. Two pipelines train on equal batches, so their mean is what one makes.
+    """
     script = commands.script(RESUMED)
     options = ("--checkpoint", "saved", "--micro-batches", "2")
-    first = commands.run("run", "-w", "2", "--stages", "2", "--max-steps", "5", *options, script, "first.pt")
+    first = commands.run("run", *before, "--max-steps", "5", *options, script, "first.pt")
     assert first.code == 0, first.output
-    second = commands.run("run", "-w", "1", *options, script, "second.pt")
+    second = commands.run("run", *after, *options, script, "second.pt")
     assert second.code == 0, second.output
     five, nine = (torch.load(commands.folder / name, weights_only=True) for name in ("first.pt", "second.pt"))
     assert (five["step"], nine["step"]) == (5, 9)
@@ -195,7 +228,7 @@ def test_a_job_that_resumes_draws_the_masks_of_one_that_did_not_stop(commands: A
         ("begun.pt", ("--checkpoint", "two", "--max-steps", "4")),
         ("ended.pt", ("--checkpoint", "two")),
     ):
-        result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "2", *options, script, path)
+        result = commands.run("run", *TWO, "--micro-batches", "2", *options, script, path)
         assert result.code == 0, result.output
     whole, begun, ended = (
         torch.load(commands.folder / path, weights_only=True) for path in ("whole.pt", "begun.pt", "ended.pt")
@@ -361,9 +394,14 @@ WRONG = {
 }
 
 
+#: The proof has all; the others guard the way of an error from a process to the user.
+QUICK = ("few layers", "in place")
+
+
 @pytest.mark.slow
-@pytest.mark.proof
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(
+    "what", [pytest.param(each, marks=() if each in QUICK else pytest.mark.proof) for each in WRONG]
+)
 def test_what_cannot_be_a_pipeline_is_said_at_the_start(commands: Any, what: str) -> None:
     call, words = WRONG[what]
     script = commands.script(

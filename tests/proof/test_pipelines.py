@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.launch.conftest import commands
-from tests.launch.pipelines import trains_as_one_process_does
+from tests.launch.pipeline_ways import WAYS
+from tests.launch.pipelines import IntegerJob, trains_as_one_process_does, trains_in_this_way
 
 from syncline.core.rule import OPTIONS
 
@@ -48,3 +49,30 @@ def test_floats_of_32_bits(commands: Any, model: str) -> None:
 @pytest.mark.parametrize("more", [("-s", "2", "--replicas", "2"), ("--exchange", "ring"), ("--transport", "tcp")])
 def test_every_exchange(commands: Any, more: tuple[str, ...]) -> None:
     trains_as_one_process_does(commands, 4, 2, "1f1b", "tied", "float64", "Adam", *more)
+
+
+#: Rounding differs where a kernel of bfloat16 sums in another order.
+LIMITS = {"autocast": 1e-3, "scaler": 1e-5}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_scripts_do_besides(commands: Any, way: str) -> None:
+    trains_in_this_way(commands, way, limit=LIMITS.get(way, 1e-10))
+
+
+@pytest.mark.parametrize("policy", ["bounded:2", "async"])
+def test_every_policy(commands: Any, policy: str) -> None:
+    """One pipeline is one worker, and waits for each of its commits: its steps are those of one process."""
+    trains_in_this_way(commands, "", "--policy", policy)
+
+
+@pytest.mark.parametrize("policy", ["bounded:2", "async"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_sample_of_two_pipelines_counts_once(commands: Any, policy: str, is_tied: bool) -> None:
+    IntegerJob(commands, 2, 2, 512, 2, "--policy", policy, is_tied=is_tied).check()
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("bf16", 0.02), ("fp16", 0.02), ("int8", 0.1), ("topk:0.5", 0.5)])
+def test_every_codec(commands: Any, codec: str, limit: float) -> None:
+    """What is encoded comes near to what it would be without."""
+    trains_in_this_way(commands, "", "--transport", "tcp", "--codec", codec, limit=limit)
