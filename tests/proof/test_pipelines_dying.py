@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.launch.conftest import commands
-from tests.launch.pipelines import IntegerJob, pipeline_of
+from tests.launch.pipelines import IntegerJob, members_named, pipeline_of
 from tests.patience import JOB_PATIENCE
 
 __all__ = ["commands"]
@@ -52,3 +53,31 @@ def test_ten_deaths_lose_and_repeat_nothing(commands: Any, who: str) -> None:
     job.check()
     median, longest = statistics.median(gaps), max(gaps)
     print(f"{NUM_DEATHS} deaths of the {who}: without a step {median:.1f} s (median), {longest:.1f} s (longest)")
+
+
+def test_a_pipeline_goes_on_while_another_one_is_dead(commands: Any) -> None:
+    """A stage of the second one is stopped, then killed. The first one makes steps in between."""
+    job = IntegerJob(commands, 2, 2, 2048, 1)
+    job.wait_for_steps(3)
+    _eventually(lambda: len(job.steps("worker-1")) >= 3)
+    _, stage = pipeline_of(commands.folder, "worker-1")
+    os.kill(stage, signal.SIGSTOP)
+    job.wait_for_steps(len(job.steps()) + 20)
+    with contextlib.suppress(ProcessLookupError):  # a slow machine: its leader has lost patience
+        os.kill(stage, signal.SIGKILL)
+    log = commands.folder / "runs" / "it" / "worker-1.log"
+    _eventually(lambda: "--- worker-1 starts again" in log.read_text())
+    assert "starts again" not in _log(commands)
+    job.check()
+
+
+@pytest.mark.parametrize("who", ["server-0", "coordinator"])
+def test_a_member_that_pipelines_need_dies(commands: Any, who: str) -> None:
+    """Pipelines wait, or take the other copy, and every sample counts once."""
+    job = IntegerJob(commands, 1, 2, 1024, 1, "-s", "2", "--replicas", "2")
+    job.wait_for_steps(3)
+    (pid,) = members_named(commands.folder, who)
+    os.kill(pid, signal.SIGKILL)
+    job.wait_for_steps(len(job.steps()) + 5)
+    job.check()
+    assert "starts again" not in _log(commands)
