@@ -481,7 +481,7 @@ class ServersExchange:
 
     def _await_rounds(self, step: int) -> None:
         """Until the rounds that were open at the entry are applied. The next one waits for this worker."""
-        until, parts = time.monotonic() + _ROUNDS_SECONDS, self.layout.slices()
+        until, parts = time.monotonic() + _ROUNDS_SECONDS, list(self.layout.slices())
         with self.waits.of("the entry into the rounds"):
             while time.monotonic() < until:
                 version, is_level = self._again(lambda: newest(self.routes, parts))
