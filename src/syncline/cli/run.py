@@ -223,10 +223,9 @@ def check_not_submitted() -> None:
     if not configuration.inherited_environment({}).get(AS_STEP):
         return
     raise ConfigError(
-        f"{AS_STEP} is set, as in the batch jobs of syncline run --on slurm, but Slurm's variables do not say which "
-        "task of which step this process is (SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, SLURM_PROCID): nothing "
-        "is started or submitted. Does a prolog or a wrapper of srun clear them? For a job of its own beside the "
-        f"batch job: unset {AS_STEP}, or --on local"
+        f"{AS_STEP} is set, so this process is in a batch job of syncline run --on slurm, but SLURM_STEP_NODELIST, "
+        "SLURM_STEP_TASKS_PER_NODE and SLURM_PROCID do not say which task it is; nothing is started or submitted. "
+        f"If a wrapper of srun clears them, keep them. For a job of its own, unset {AS_STEP} or use --on local"
     )
 
 

@@ -11,6 +11,7 @@ sync_interval      `--sync-every` and `--pull-every`: how often a worker exchang
 rounds             at each server: which commits are applied together, when, and for whom a round waits
 slice_state        what goes with a slice besides its bytes: version, clocks, fences
 replica_sets       the primary and the backups of each slice; promotion after a death; where slices move to
+versions           of Python and packages: what all members must have in common
 membership         at the coordinator: the members of the job, and all state that survives a crash; barriers
 liveness           when a member counts as dead; whom a waiting job waits for
 reconfigure        the next generation: what servers are told, and what follows from their answers

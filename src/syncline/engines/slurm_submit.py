@@ -191,10 +191,9 @@ def note_start(folder: pathlib.Path, job: str, restart: int, step: int) -> None:
     path.write_bytes(msgspec.json.encode(now))
     if now.num_fruitless >= MOST_FRUITLESS:
         raise ConfigError(
-            f"job {job} was requeued {now.num_fruitless} times in a row without saving a step in between (its newest "
-            f"checkpoint is of step {step}), and would go on like that for ever: it ends. Its output says what ended "
-            f"each start; before a time limit (--time) it is told to save {WARN_SECONDS} seconds early, and "
-            "--save-every saves more often. The same command goes on from the checkpoint"
+            f"job {job} was requeued {now.num_fruitless} times in a row without a new step in its checkpoint (step "
+            f"{step}), so it ends. Its output says what ended each start. A longer --time or a shorter --save-every "
+            "helps; the same command goes on from the checkpoint"
         )
 
 

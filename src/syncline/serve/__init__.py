@@ -1,12 +1,12 @@
 """Serving: a model's versions answer requests over HTTP. `syncline serve`, or `Server` in Python.
 
 datatypes, protocol            arrays and the Open Inference Protocol; what a request may be
-model, torch_model             the operator's file: a torch module, or an object on NumPy arrays
+model, torch_model, devices    the operator's file: a torch module, or an object on NumPy arrays; where it computes
 reading, loading, versions     where versions come from; how they are tried; which one answers
 following                      versions from a job that trains: one cut of its servers after another
 batch_policy, batching         when requests become a batch (pure); the thread that calls the model
 limits, metrics                tokens, rates, connections; what is counted
-application, listening         HTTP: routes; uvicorn around them
+application, listening, tls    HTTP: routes; uvicorn around them; the same over TLS
 openapi, page_files, static/   the description of that API; the page that tries the model in a browser
 grpc_calls                     the same over gRPC
 settings, answering            how a model is served; batches, HTTP and gRPC together, in one process
