@@ -130,6 +130,18 @@ def test_a_server_that_is_away_gets_everything_later(mlflow: Any, status: int) -
     assert PlayedClient.files == [f"media/image/{k:012d}.txt" for k in (1, 2)] + ["FINISHED"]
 
 
+def test_an_error_of_the_server_does_not_tell_its_password(mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's errors have the whole address, which MLFLOW_TRACKING_URI may give a name and a password."""
+
+    def refuse(*given: Any, **values: Any) -> None:
+        raise OSError("HTTPConnectionPool: http://me:secret@127.0.0.1:1/api cannot be reached")
+
+    monkeypatch.setattr(PlayedClient, "log_batch", refuse)
+    with pytest.raises(SinkError, match="http://127.0.0.1:1/api cannot be reached") as raised:
+        mlflow.write(look(1, "a"), ())
+    assert "secret" not in str(raised.value)
+
+
 class PlayedRecords:
     """Writes records; a full disk refuses them."""
 

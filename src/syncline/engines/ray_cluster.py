@@ -119,8 +119,9 @@ def _first(error: Exception) -> str:
 
 def host_names() -> dict[str, str]:
     """The hosts that live: Ray's id of each, and its name; hosts of one name are told apart by their ids."""
-    there = {one["NodeID"]: str(one.get("NodeName") or one["NodeManagerAddress"]) for one in _hosts()}
-    hostnames = {one["NodeID"]: str(one["NodeManagerHostname"]) for one in _hosts()}
+    hosts = _hosts()
+    there = {one["NodeID"]: str(one.get("NodeName") or one["NodeManagerAddress"]) for one in hosts}
+    hostnames = {one["NodeID"]: str(one["NodeManagerHostname"]) for one in hosts}
     there = {key: hostnames[key] if name in LOCAL_HOSTS else name for key, name in there.items()}
     times = collections.Counter(there.values())
     return {key: name if times[name] == 1 else f"{name}-{key[:6]}" for key, name in there.items()}

@@ -42,7 +42,7 @@ def run(
 
     `train_fn`: a function of a module or of the program's own file, where workers find it by its name; it calls
     `syncline.init()`. The file is imported in each worker, under another name than `__main__`.
-    `arguments`: its keyword arguments, of what JSON knows.
+    `arguments`: its keyword arguments, of what JSON knows. No secrets: they are on the workers' command lines.
     `workers`: a number, or the least and the most, "2:16".
     `gpus_per_worker`: one if the cluster has any.
     `queue_seconds`: for the cluster to have room, also for what it does not have now.

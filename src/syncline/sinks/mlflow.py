@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -201,7 +202,9 @@ def _trouble(place: SinkPlace) -> Any:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Without the name and password that an address in MLFLOW_TRACKING_URI may have."""
+    said = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {said[:300]}"
 
 
 def _is_refusal(error: Exception) -> bool:
