@@ -213,7 +213,8 @@ def test_a_time_limit_that_leaves_no_time_for_steps_is_refused(time: str) -> Non
 def test_a_job_that_is_requeued_without_a_step_of_progress_ends(tmp_path: pathlib.Path) -> None:
     for restart, step in enumerate([0, 0, 0, 7, 7, 7]):  # a step that was saved counts
         note_start(tmp_path, "7", restart, step)
-    with pytest.raises(ConfigError, match=r"job 7 was requeued 3 times in a row without a new step in its checkpoint \(step 7\)"):
+    asked = r"job 7 was requeued 3 times in a row without a new step in its checkpoint \(step 7\)"
+    with pytest.raises(ConfigError, match=asked):
         note_start(tmp_path, "7", 6, 7)
     note_start(tmp_path, "7", 0, 7)  # another job with this number, or the same command again
     note_start(tmp_path, "8", 3, 7)  # nothing is known of its starts before
