@@ -120,5 +120,5 @@ def check_shape(name: str, shape: Sequence[int], num_bytes_at_most: int, item_by
         )
     num_items = math.prod(shape)
     if num_items * item_bytes > num_bytes_at_most:
-        raise RequestError(413, f"input {name!r} of shape {list(shape)} is larger than a request may be")
+        raise RequestError(400, f"input {name!r} of shape {list(shape)} is larger than a request may be")
     return num_items

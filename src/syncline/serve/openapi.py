@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,8 +115,12 @@ def _schemas(inputs: Sequence[TensorSpec]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     for spec in inputs:
-        row[spec.name] = _nested(spec, () if spec.shape is None else spec.shape[1:])
-        rows[spec.name] = {"type": "array", "minItems": 1, "items": row[spec.name]}
+        lengths = () if spec.shape is None else spec.shape[1:]
+        nested = _nested(spec, lengths)
+        rows[spec.name] = {"type": "array", "minItems": 1, "items": nested}
+        row[spec.name] = (
+            {"anyOf": [nested, _flat(spec, lengths)]} if len(lengths) > 1 and ANY not in lengths else nested
+        )
     tensors = [_tensor(spec) for spec in inputs]
     output = _object(
         {
@@ -249,6 +254,12 @@ def _nested(spec: TensorSpec, lengths: Sequence[int]) -> dict[str, Any]:
         bounds = {"minItems": 1} if length == ANY else {"minItems": length, "maxItems": length}
         found = {"type": "array", "items": found, **bounds}
     return found
+
+
+def _flat(spec: TensorSpec, lengths: Sequence[int]) -> dict[str, Any]:
+    """The numbers of one row in one list."""
+    num_items = math.prod(lengths)
+    return {"type": "array", "items": _number(spec.datatype), "minItems": num_items, "maxItems": num_items}
 
 
 def _number(datatype: str) -> dict[str, Any]:
