@@ -194,3 +194,18 @@ def test_torchrun_restarts_all_ranks_after_a_death_and_the_job_goes_on(engine: E
     ends = re.findall(r"worker-[01] began at (-?\d+) and ends at (-\d+)", output)
     assert len(ends) == 2 and all(int(begin) <= -5 and int(end) == int(begin) - 10 for begin, end in ends), output
     engine.check_nothing_left()
+
+
+def test_sigterm_to_torchrun_saves_first(engine: Engine) -> None:
+    """Nothing else has saved it: with one save per hour there is none yet."""
+    words = ["syncline", "worker-env", "--checkpoint", "saves", "--save-every", "1h"]
+    engine.script(STEPS)
+    process = engine.start(two_ranks("torchrun", *words, "python", "train.py"))
+    for name in ("worker-0", "worker-1"):
+        engine.lives(name, 1, process)
+    engine.goes_on("worker-1")
+    assert list((engine.folder / "saves").glob("*/manifest.json")) == []
+    process.terminate()
+    code, output = engine.finish(process)
+    assert code != 0 and list((engine.folder / "saves").glob("*/manifest.json")), output
+    engine.check_nothing_left()

@@ -1,13 +1,14 @@
-"""mpirun over two hosts that share nothing but a cable and a disk: two network namespaces."""
+"""mpirun and torchrun over two hosts that share nothing but a cable and a disk: two network namespaces."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
-from tests.engines.conftest import Engine, finished_well, mpirun
+from tests.engines.conftest import Engine, finished_well, mpirun, torchrun
 from tests.launch.test_namespaces import two_hosts
 
 __all__ = ["two_hosts"]
@@ -26,6 +27,10 @@ WIRES = """
     wires = [type(e.connection.stream).__name__ for e in job.exchange.routes.endpoints.values()]
     print("HOST", job.name, wires, flush=True)
 """
+PORT = 20_000 + os.getpid() % 10_000
+
+#: Starts a job of two ranks, one on each of these hosts, with this environment: the code and what was shown.
+Start = Callable[[Engine, tuple[str, str], dict[str, str]], tuple[int, str]]
 
 
 def inside(host: str, *words: str) -> list[str]:
@@ -53,6 +58,20 @@ def by_mpirun(engine: Engine, hosts: tuple[str, str], environment: dict[str, str
     return engine.run(words, {**environment, "MASTER_ADDR": "10.77.0.1"})
 
 
+def by_torchrun(engine: Engine, hosts: tuple[str, str], environment: dict[str, str]) -> tuple[int, str]:
+    """An agent on each host; rank 0 is on the one that the store has chosen."""
+    agents = []
+    for number, host in enumerate(hosts, 1):
+        words = torchrun(
+            "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"10.77.0.1:{PORT}", "--rdzv-conf", f"is_host={int(number == 1)}",
+            "--local-addr", f"10.77.0.{number}", "train.py",
+        )  # fmt: skip
+        agents.append(engine.start(inside(host, *words), environment))
+    ends = [engine.finish(agent) for agent in agents]
+    return max(code for code, _ in ends), "\n".join(output for _, output in ends)
+
+
 def token(engine: Engine) -> dict[str, str]:
     path = engine.folder / "token"
     path.touch(mode=0o600)
@@ -60,10 +79,13 @@ def token(engine: Engine) -> dict[str, str]:
     return {"SYNCLINE_TOKEN_FILE": str(path)}
 
 
-def test_ranks_on_two_hosts_meet_by_a_token_file_and_speak_tls(engine: Engine, two_hosts: tuple[str, str]) -> None:
+@pytest.mark.parametrize("start", [by_mpirun, by_torchrun])
+def test_ranks_on_two_hosts_meet_by_a_token_file_and_speak_tls(
+    engine: Engine, two_hosts: tuple[str, str], start: Start
+) -> None:
     """On the host of rank 0 a rank shares memory with the servers; the other one speaks TLS to them."""
     engine.script(WIRES)
-    code, output = by_mpirun(engine, two_hosts, token(engine))
+    code, output = start(engine, two_hosts, token(engine))
     assert code == 0 and finished_well(output, 2), output
     wires: Sequence[str] = sorted(line.rpartition("HOST ")[2] for line in output.splitlines() if "HOST " in line)
     assert list(wires) == ["worker-0 ['PlainStream']", "worker-1 ['TlsStream']"], output
