@@ -215,9 +215,11 @@ class RankEnd:
         sys.excepthook = self._see_error
         atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="rank", daemon=True).start()
-        is_main = threading.current_thread() is threading.main_thread()
-        if job.config.checkpoint and is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._told_to_end)
+        if job.config.checkpoint and threading.current_thread() is threading.main_thread():
+            # Hydra passes Ctrl-C on as it is; Open MPI makes SIGTERM of it.
+            for number, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+                if signal.getsignal(number) == handler:
+                    signal.signal(number, self._told_to_end)
 
     def _watch(self) -> None:
         """A launcher may not see that another rank has died: a script that computes on is ended when the job is."""
