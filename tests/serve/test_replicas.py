@@ -463,6 +463,7 @@ def test_ctrl_c_at_the_start_leaves_no_process(served: Any, tmp_path: pathlib.Pa
     wait_for(lambda: not any(_runs(pid) for pid in pids()))
 
 
+@pytest.mark.proof
 def test_a_process_that_reads_nothing_for_a_while_hears_of_the_end(
     served: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
