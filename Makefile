@@ -10,7 +10,7 @@ FRAMEWORKS ?= tensorflow jax mixed
 PYTEST := $(BIN)/python -m pytest -q
 PROOF := $(BIN)/python -m pytest -v -rP --timeout=1800 --durations=30 --hypothesis-profile=proof
 # So many tests at a time: most of them wait, for processes that start or for deadlines.
-JOBS ?= 5
+JOBS ?= 4
 
 # Bytecode is kept, whatever the machine is set to: tests start hundreds of processes, which would all compile the same.
 export PYTHONDONTWRITEBYTECODE :=

@@ -135,14 +135,15 @@ class _JobEnd:
 
     def _end(self) -> None:
         log = self._coordinator.job.log_line
-        if self._coordinator.config.checkpoint and self._coordinator.membership.formed:
-            log("SIGTERM: the job is saved, then it ends")
-            self._coordinator.announce_end(self._seconds + LINGER_SECONDS)
-            try:
+        try:
+            if self._coordinator.config.checkpoint and self._coordinator.membership.formed:
+                log("SIGTERM: the job is saved, then it ends")
+                self._coordinator.announce_end(self._seconds + LINGER_SECONDS)
                 log(f"saved {ask_to_save(self._file, self._seconds, 'SIGTERM').name}")
-            except (SynclineError, OSError) as error:
-                log(f"the job is not saved: {error}")
-        self._coordinator.end_early("SIGTERM has ended the coordinator, and the job with it")
+        except (SynclineError, OSError) as error:
+            log(f"the job is not saved: {error}")
+        finally:
+            self._coordinator.end_early("SIGTERM has ended the coordinator, and the job with it")
 
 
 def _begin_sinks(file: JobFile, coordinator: Coordinator, recorder: Recorder) -> list[SinkThread]:

@@ -79,6 +79,8 @@ class Participation:
             self.entered_at = answer.step
             self.num_void = answer.num_void if self._policy.stands_still else 0
             self._num_entries += 1
+            if self._policy.in_rounds:  # the servers count it from now on, before it commits
+                self._is_active, self._is_away = True, False
         elif is_bounded:
             answers = self._replay.again(lambda: self._routes.ask_all(AskPlace()), self._wait_seconds)
             self.back_at = max((a.position for a in answers if isinstance(a, GivenPlace)), default=None)

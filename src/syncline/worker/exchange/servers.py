@@ -54,8 +54,9 @@ from syncline.worker.waits import LOUD_SECONDS, StepClock, TracingClock, Waits
 T = TypeVar("T")
 _LONG_LOOK_SECONDS, _WHY_SECONDS = 0.25, 2.0
 _LEVEL_SECONDS = 0.002  # until slices of different rounds are read again
-#: How long to wait at an entry for the rounds before it. One in which all gradients were refused changes no version.
-_ROUNDS_SECONDS = 5.0
+#: How long to wait at an entry for the rounds before it, and for one that does not come: a round in which all
+#: gradients were refused changes no version, and rounds of several optimizers change different slices.
+_ROUNDS_SECONDS, _STILL_SECONDS = 5.0, 1.0
 _NOTHING = Push(pushed=())
 
 
@@ -481,11 +482,15 @@ class ServersExchange:
 
     def _await_rounds(self, step: int) -> None:
         """Until the rounds that were open at the entry are applied. The next one waits for this worker."""
-        until, parts = time.monotonic() + _ROUNDS_SECONDS, list(self.layout.slices())
+        parts = list(self.layout.slices())
+        began = changed = time.monotonic()
+        before = (-1, False)
         with self.waits.of("the entry into the rounds"):
-            while time.monotonic() < until:
-                version, is_level = self._again(lambda: newest(self.routes, parts))
-                if is_level and version >= step:
+            while parts and (now := time.monotonic()) < began + _ROUNDS_SECONDS:
+                found = version, is_level = self._again(lambda: newest(self.routes, parts))
+                if found != before:
+                    before, changed = found, now
+                if is_level and (version >= step or now > changed + _STILL_SECONDS):
                     return
                 time.sleep(_LEVEL_SECONDS)
 
