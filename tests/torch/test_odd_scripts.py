@@ -11,6 +11,7 @@ import syncline
 from syncline.errors import LayoutError
 from syncline.testing import local_job
 from syncline.torch import DataLoader, DistributedOptimizer
+from syncline.torch.carriers import LOOK_BYTES
 from syncline.worker.job import Job
 
 torch.manual_seed(0)
@@ -66,6 +67,30 @@ def test_each_of_two_optimizers_weighs_its_step_by_the_samples() -> None:
     with local_job(workers=2) as jobs:
         for weights in jobs.run(train):
             torch.testing.assert_close(torch.tensor(weights), torch.tensor([-2.0, -2.0]))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradients_that_have_a_graph_count_as_others_do() -> None:
+    """A penalty on the gradient needs `backward(create_graph=True)`. The model is so large that NumPy copies it."""
+    wide = torch.nn.Linear(4, LOOK_BYTES // 4)
+
+    def train(job: Job | None) -> torch.nn.Module:
+        model = copy.deepcopy(wide)
+        opt: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if job is not None:
+            opt = DistributedOptimizer(opt, model=model, job=job)
+        for _ in range(3):
+            opt.zero_grad()
+            model(BATCH).square().mean().backward(create_graph=True)
+            torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().backward()
+            opt.step()
+        return model
+
+    expected = train(None)
+    with local_job(workers=2) as jobs:
+        for model in jobs.run(train):
+            for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(one, other)
 
 
 def test_groups_that_begin_equal_may_part_later() -> None:
