@@ -48,7 +48,8 @@ class BestCheckpoint:
 
     def __init__(self, job: JobContext, stop_rules: StopRules, metrics: MetricService) -> None:
         self._job, self._stop_rules, self._metrics = job, stop_rules, metrics
-        self._change = threading.Condition()
+        # Of the job's lock: a save that waits sees no validation that has ended without its readings.
+        self._change = threading.Condition(job.lock)
         self._over: dict[int, Validation] = {}  # validations that are over, by turn
         self._has_looked = False  # whether `_find_earlier_best` was called
 
@@ -85,14 +86,13 @@ class BestCheckpoint:
 
     def add_validation(self, over: Validation) -> None:
         """Under the lock: this validation is over, and has its readings."""
-        with self._change:
-            self._over = {over.turn: over}
-            self._change.notify_all()
+        self._over = {over.turn: over}
+        self._change.notify_all()
 
     def with_readings(self, manifest: Manifest, turn: int) -> Manifest:
         """In the save's thread: adds metrics and the rules' state. For a validation's save, waits until its end."""
-        over = self._wait(turn) if turn else None
         with self._job.lock:
+            over = self._wait(turn) if turn else None
             values = over.all_values() if over is not None else self._reported()
             return msgspec.structs.replace(manifest, metrics=values, steering=self._stop_rules.for_manifest())
 
@@ -102,15 +102,13 @@ class BestCheckpoint:
         return {name: value for name, value in self._metrics.values().items() if name not in known}
 
     def _wait(self, turn: int) -> Validation | None:
-        """Returns None if the validation was given up."""
-        with self._change:
-            while turn not in self._over:
-                now = self._state.now
-                is_going_on = (now is not None and now.turn == turn) or self._state.called == turn
-                if not is_going_on or self._job.over.is_set():
-                    return self._over.get(turn)
-                self._change.wait(_POLL_SECONDS)
-            return self._over[turn]
+        """Under the lock, which is released meanwhile. Returns None if the validation was given up."""
+        while turn not in self._over and not self._job.over.is_set():
+            now = self._state.now
+            if self._state.called != turn and (now is None or now.turn != turn):
+                break
+            self._change.wait(_POLL_SECONDS)
+        return self._over.get(turn)
 
     # -- choosing the best --------------------------------------------------------------------------------
 
