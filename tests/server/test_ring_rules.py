@@ -82,26 +82,21 @@ def together(job: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
-def landed() -> dict[str, list[dict[str, torch.Tensor]]]:
-    """By exchange, rank and rule; also of a ring in which one host has several workers."""
-    found, hosts = {}, {"servers": [], "ring": [], "ring of hosts": ["a", "b", "b"]}
-    for name, on in hosts.items():
-        exchange = name.partition(" ")[0]
-        with local_job(workers=WORKERS, exchange=exchange, slice_bytes=256, on=on) as jobs:
-            found[name] = jobs.run(together)
-            if exchange == "ring":
-                check_all_equal(jobs)
-    return found
+#: By exchange: the hosts of the workers.
+EXCHANGES: dict[str, list[str]] = {"servers": [], "ring": [], "ring of hosts": ["a", "b", "b"]}
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_ring_servers_and_one_process_come_to_the_same(
-    rule: str, landed: dict[str, list[dict[str, torch.Tensor]]]
-) -> None:
-    expected = alone(RULES[rule])
-    assert not torch.equal(expected, numbers(net()))
-    for exchange, ranks in landed.items():
-        torch.testing.assert_close(ranks[0][rule], expected, msg=lambda text, e=exchange: f"{e}: {text}")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_ring_servers_and_one_process_come_to_the_same(exchange: str) -> None:
+    """With every rule; also in a ring in which one host has several workers. All rules are tried in one job."""
+    kind, on = exchange.partition(" ")[0], EXCHANGES[exchange]
+    with local_job(workers=WORKERS, exchange=kind, slice_bytes=256, on=on) as jobs:
+        ranks = jobs.run(together)
+        if kind == "ring":
+            check_all_equal(jobs)
+    for rule, make in RULES.items():
+        expected = alone(make)
+        assert not torch.equal(expected, numbers(net())), rule
+        torch.testing.assert_close(ranks[0][rule], expected, msg=lambda text, rule=rule: f"{rule}: {text}")
         for rank in ranks[1:]:
-            assert torch.equal(rank[rule], ranks[0][rule]), "all ranks have the same, bit by bit"
+            assert torch.equal(rank[rule], ranks[0][rule]), f"{rule}: all ranks have the same, bit by bit"
