@@ -323,7 +323,7 @@ class LostSlices:
         if with_values:
             # Reported before it is kept: a coordinator that dies in between reports it twice rather than never.
             least = "at least " if self._is_a_worker_gone() or not report.is_known else ""
-            is_spare = bool(parse_policy(self._job.config.policy).spare)
+            is_spare = parse_policy(self._job.config.policy).has_spare
             self._job.event(
                 f"{report.told()}; {least}{counted(report.num_revoked, 'acknowledged update')} "
                 f"{'was' if report.num_revoked == 1 else 'were'} revoked"

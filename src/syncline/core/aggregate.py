@@ -89,7 +89,7 @@ def parse_aggregate(text: str) -> Aggregate | None:
     raise ConfigError(f"--aggregate {_short(text)}: must be one of {HOW}")
 
 
-def aggregate_of(config: JobConfig, in_rounds: bool, num_spare: int) -> Aggregate | None:
+def aggregate_of(config: JobConfig, in_rounds: bool, has_spare: bool) -> Aggregate | None:
     """The config's way to aggregate, checked against the rest of it."""
     found = parse_aggregate(config.aggregate)
     if found is None:
@@ -102,7 +102,7 @@ def aggregate_of(config: JobConfig, in_rounds: bool, num_spare: int) -> Aggregat
             f"{what} needs --policy sync: in {config.policy} every push is applied by itself; async:gather=N applies "
             "the mean of N pushes"
         )
-    if num_spare:
+    if has_spare:
         raise ConfigError(f"{what} cannot be used with {config.policy}: say --policy sync")
     if config.codec not in NONE:
         raise ConfigError(f"{what} needs the numbers as they are: leave out --codec {config.codec}")

@@ -18,8 +18,8 @@ _MOST_DIGITS = 9
 class Policy(msgspec.Struct, frozen=True):
     """`sync`, `bounded:K` or `async`; `bound` is K.
 
-    `core/rounds.py` decides by it when a round is applied. `spare` greater than 0 also changes the protocol: a round
-    may be closed without a worker, so commits can be late, the server of slice 0 decides for all servers, replies are
+    `core/rounds.py` decides by it when a round is applied. `has_spare` also changes the protocol: a round may be
+    closed without a worker, so commits can be late, the server of slice 0 decides for all servers, replies are
     copies, and a ring is excluded.
     """
 
@@ -48,7 +48,12 @@ class Policy(msgspec.Struct, frozen=True):
     @property
     def stands_still(self) -> bool:
         """Whether a worker's reply stays unchanged until its next commit."""
-        return self.in_rounds and not self.spare
+        return self.in_rounds and not self.has_spare
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a round may be closed without a worker: this changes the protocol, `spare` is only the number."""
+        return self.spare > 0
 
     def damping(self, staleness: int) -> float:
         """The factor on a gradient of this staleness."""
@@ -56,7 +61,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 def parse_policy(text: str) -> Policy:
-    """Parses a policy; a ConfigError lists the valid ones."""
+    """What the text alone says; `policy_of` adds the other options. A ConfigError lists the valid policies."""
     name, comma, option = text.partition(",")
     kind, colon, number = name.partition(":")
     is_damped = option == "damped"
@@ -145,5 +150,5 @@ def policy_of(config: JobConfig) -> Policy:
         most_rounds=config.max_steps if in_steps else 0,
         weighs=config.weights == "count",
         lr_per_worker=config.lr_per_worker,
-        aggregate=aggregate_of(config, policy.in_rounds, policy.spare),
+        aggregate=aggregate_of(config, policy.in_rounds, policy.has_spare),
     )

@@ -62,7 +62,7 @@ def check_ring(config: JobConfig) -> None:
         return
     _check_process_group(config)
     policy = parse_policy(config.policy)
-    if not policy.in_rounds or policy.spare:
+    if not policy.in_rounds or policy.has_spare:
         raise ConfigError(
             f"--exchange ring and --policy {policy} cannot be combined: in a ring every round is that of all "
             "workers; use --policy sync, or --exchange servers"

@@ -268,7 +268,7 @@ class Rounds(Generic[T]):
             return Verdict("already applied", (), lambda: f"{worker} is at clock {standing.clock} already")
         if clock != standing.clock + 1:
             raise ProtocolError(f"{worker} commits clock {clock} after {standing.clock}; one is missing")
-        if self.policy.spare:
+        if self.policy.has_spare:
             round_membership = self.round_memberships.find(worker, incarnation, clock)
             if round_membership is not None:
                 return self._follow(standing, Commit(worker, incarnation, clock, item), round_membership)
@@ -281,7 +281,7 @@ class Rounds(Generic[T]):
         commit = Commit(worker, incarnation, clock, item)
         if not self._in_rounds:
             return Verdict("new", ((commit,),), lambda: f"{self.policy}: applied on arrival")
-        if self.policy.spare and standing.turn() <= self.closed:
+        if self.policy.has_spare and standing.turn() <= self.closed:
             self.round_memberships.was_late(self.closed, commit[:3])
             return self._is_late(standing, commit, self.closed)
         self._open.setdefault(standing.turn(), {})[worker] = commit
@@ -303,7 +303,7 @@ class Rounds(Generic[T]):
         """With spare workers and several servers: the membership that a worker must send to the other servers, if
         any.
         """
-        if not self.policy.spare or self.is_alone or not self.decides:
+        if not self.policy.has_spare or self.is_alone or not self.decides:
             return None
         # A commit restored with a worker's copy whose round is unknown is void on other servers.
         known = self.round_memberships.find(worker, incarnation, clock)
@@ -311,7 +311,7 @@ class Rounds(Generic[T]):
 
     def is_decided(self, worker: str, incarnation: int, clock: int) -> bool:
         """Whether it is known here that this commit counts or was late."""
-        return not self.policy.spare or self.round_memberships.find(worker, incarnation, clock) is not None
+        return not self.policy.has_spare or self.round_memberships.find(worker, incarnation, clock) is not None
 
     def _follow(self, standing: Standing, commit: Commit[T], round_membership: RoundMembership) -> Verdict[T]:
         """The membership of this commit is known: follows it."""
@@ -329,7 +329,7 @@ class Rounds(Generic[T]):
     def drop_undecided(self, worker: str, incarnation: int) -> None:
         """With spare workers and several servers: drops a fenced worker's commits that are in no closed round."""
         standing = self.standings.get(worker)
-        if not self.policy.spare or self.is_alone or standing is None or standing.incarnation != incarnation:
+        if not self.policy.has_spare or self.is_alone or standing is None or standing.incarnation != incarnation:
             return
         turn = standing.turn()
         known = self._open.get(turn, {}).get(worker)
@@ -375,12 +375,12 @@ class Rounds(Generic[T]):
 
     def _not_behind(self, standing: Standing, phase: int) -> int:
         """With spare workers: a late worker may be in a later phase of this barrier epoch than it knows."""
-        is_moved = self.policy.spare and phase // BARRIER_EPOCH == standing.phase // BARRIER_EPOCH
+        is_moved = self.policy.has_spare and phase // BARRIER_EPOCH == standing.phase // BARRIER_EPOCH
         return max(phase, standing.phase) if is_moved else phase
 
     def _enter_phase(self, standing: Standing, phase: int, back_at: int | None) -> None:
         """A worker commits in this phase: ends its rest, and begins the phase if it is new."""
-        last_inactive = standing.inactive and not self.policy.spare
+        last_inactive = standing.inactive and not self.policy.has_spare
         if phase < standing.phase or (phase == standing.phase and last_inactive):
             raise ProtocolError(f"{standing.name} commits in phase {phase}, which it has rested from")
         if not standing.active:
@@ -478,7 +478,7 @@ class Rounds(Generic[T]):
             standing.clock = clock
             standing.phase_began = min(standing.phase_began, clock)
             standing.late = standing.late if standing.late <= clock else 0  # it is decided again
-            if self.policy.spare:
+            if self.policy.has_spare:
                 stand_by(self.round_memberships.find(standing.name, standing.incarnation, clock), standing)
         newest = max((s.phase for s in self.standings.values()), default=self._barrier_epoch)
         self._barrier_epoch = min(newest // BARRIER_EPOCH * BARRIER_EPOCH, 0)
@@ -520,7 +520,7 @@ class Rounds(Generic[T]):
             # Sorted by name: sums are bit-equal from run to run.
             names = sorted(commits, key=by_name) if len(commits) > 1 else commits
             whole.append(tuple([commits[name] for name in names]))
-            if self.policy.spare and self._following.pop(turn, None) is None:
+            if self.policy.has_spare and self._following.pop(turn, None) is None:
                 newest = None if self.is_alone else self._newest_in_barrier_epoch()
                 self.learn(closed_with(turn, whole[-1], self.standings, newest))
         return tuple(whole)
@@ -550,7 +550,7 @@ class Rounds(Generic[T]):
         With spare workers some are in a later phase than they know: a worker that waits inside an epoch, maybe for
         them, counts in none of its phases.
         """
-        if self.policy.spare:
+        if self.policy.has_spare:
             return standing.inactive and standing.phase // LOOP == phase // LOOP
         return standing.inactive and standing.phase == phase
 

@@ -219,7 +219,7 @@ def waiter_reads(joined: Joined) -> bool:
     computes.
     """
     config, num_servers = joined.config, sum(member.role == "server" for member in joined.members)
-    return num_servers == 1 or (config.window == 0 and not parse_policy(config.policy).spare)
+    return num_servers == 1 or (config.window == 0 and not parse_policy(config.policy).has_spare)
 
 
 def reach(member: Member, identity: tcp.Identity, config: JobConfig, *, is_own: bool = False) -> SocketConnection:

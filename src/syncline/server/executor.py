@@ -142,7 +142,7 @@ class RoundExecutor:
                 self._tell_zero(work)
             if self._ring is not None:
                 self._ring.expect(work)
-            if self._rounds.policy.spare:
+            if self._rounds.policy.has_spare:
                 work.round_membership = self._rounds.round_memberships.find(
                     commits[0].worker, commits[0].item.incarnation, commits[0].clock
                 )

@@ -32,7 +32,7 @@ class CommitSender:
     def __init__(self, routes: ServerRoutes, copies: SliceCopies, stamp: Stamp, config: JobConfig) -> None:
         policy, codecs = policy_of(config), codecs_of(config, load)
         self._routes, self._copies, self._stamp = routes, copies, stamp
-        self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.spare > 0, policy.in_rounds
+        self._stands_still, self._has_spare, self._in_rounds = policy.stands_still, policy.has_spare, policy.in_rounds
         self._weighs = policy.in_rounds or policy.weighs
         self._has_window, self._is_ring = config.window > 0, config.exchange == "ring"
         self.encoder = encoder_of(codecs, routes.layout, checks_finite=config.check_finite, forget_staged=self.forget)
