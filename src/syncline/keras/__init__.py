@@ -4,11 +4,13 @@
 #
 # optimizer                             DistributedOptimizer: a Keras optimizer whose rule runs on the servers
 # steps, rules, variables               its steps in the job; Keras' optimizers as rules; variables by name
+# wrapped, buffers, xla                 the optimizer that it wraps; a model's buffers; steps that XLA compiles
 # backends                              how a step calls out of eager code, a graph or a compiled function
 # on_torch, on_tensorflow, on_jax       the same for each backend
 # callback                              Callback: initial values, merged metrics, stop rules, restarts
-# saving                                a model's files, which the chief writes
-# data, passes, tf_source               dataset(): leased batches for `fit`, by epochs; a tf.data.Dataset as a source
+# metrics, saving                       merged before any callback sees them; a model's files, which the chief writes
+# data, passes                          dataset(): leased batches for `fit`, by epochs
+# sources, tf_source                    what dataset() takes; a tf.data.Dataset as a source
 # serving                               KerasModel: a model for `syncline serve`
 # versions                              the lowest that work
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from syncline.core.conditions import METRIC
 from syncline.errors import ConfigError
-from syncline.keras import passes
+from syncline.keras import metrics, passes
+from syncline.keras.buffers import buffers_of, values_of_buffers
 from syncline.keras.data import Dataset, NumBatches
 from syncline.keras.optimizer import NO_LOSS_SCALE, NOT_BUILT, DistributedOptimizer
 from syncline.keras.saving import save_by_chief
 from syncline.keras.steps import KerasSteps
-from syncline.keras.variables import buffers_of, values_of_buffers
 from syncline.worker.current import current_job
 from syncline.worker.job import Job
 
@@ -60,14 +60,14 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         model, steps = self.model, self._checked().steps
         steps.check_values()
         passes.leave(self._job)  # of a fit that failed
-        if steps.add_buffers(buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
+        if steps.buffers.register(steps.host, buffers_of(model), model.optimizer.buffer_mode) and _has_graphs():
             model.make_train_function(force=True)  # a graph of an earlier fit does not push them
         self._steps = steps
         steps.callback, self.has_ended, self._unread = self, False, {}
         if self._dataset is not None:
             self._dataset.is_stopped = False
         save_by_chief(model, self._job)
-        _Merging.install(model, self)
+        metrics.install(model, self)
         first = self._first = self._dataset.skip_finished(self._num_epochs) if self._dataset is not None else 0
         if first:
             model._initial_epoch = first
@@ -130,11 +130,11 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         steps, data = self.model.optimizer.steps, self._dataset
         upcoming, number = (data.upcoming, data.num_fits) if data is not None else (0, 0)
         own = {f"stops {number}": (float(stops), 1.0)}
-        if self._job.is_chief and (rate := steps.rate_now()):
+        if self._job.is_chief and (rate := steps.wrapped.rate_now()):
             own[f"rate {number}"] = (rate, 1.0)
         found = self._meet("epoch", own, upcoming)
         if rate := found.get(f"rate {number}", 0.0):
-            steps.set_rate(rate)
+            steps.wrapped.set_rate(rate)
         if found.get(f"stops {number}", 0.0) > 0 and not stops:
             self._end()
 
@@ -192,7 +192,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
         steps, self._steps = self._steps, None
         if steps is None:
             return
-        _Merging.remove(self.model)
+        metrics.remove(self.model)
         steps.callback = None
         if steps.waits:  # a later fit without the callback is told: the check is in the tracing
             self.model.train_function = None
@@ -238,43 +238,3 @@ def _forget_last(history: Any, names: Iterable[str]) -> None:
     history.epoch.pop()
     for name in names:
         history.history[name].pop()
-
-
-class _Merging:
-    """Keras asks its model for the metrics of an epoch before any callback sees them: from here all get merged ones.
-
-    An evaluation that a callback of yours starts inside of `fit` is its worker's own.
-    """
-
-    @staticmethod
-    def install(model: Any, callback: Callback) -> None:
-        result, evaluate = type(model)._get_metrics_result_or_logs, type(model).evaluate
-
-        def get_metrics_result_or_logs(logs: Any) -> Any:
-            if callback.has_ended:  # on JAX the metrics have no values in an epoch without a batch
-                return callback.last_seen("training", logs)
-            return callback.merged(result(model, logs))
-
-        def evaluate_alone(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("_use_cached_eval_dataset"):
-                if callback.has_ended:
-                    return callback.last_seen("validation", {})
-                return evaluate(model, *args, **kwargs)
-            _Merging.remove(model)
-            try:
-                return evaluate(model, *args, **kwargs)
-            finally:
-                _Merging.install(model, callback)
-
-        def fit_again(*args: Any, **kwargs: Any) -> Any:
-            callback.leave()
-            return type(model).fit(model, *args, **kwargs)
-
-        object.__setattr__(model, "_get_metrics_result_or_logs", get_metrics_result_or_logs)
-        object.__setattr__(model, "evaluate", evaluate_alone)
-        object.__setattr__(model, "fit", fit_again)
-
-    @staticmethod
-    def remove(model: Any) -> None:
-        for name in ("_get_metrics_result_or_logs", "evaluate", "fit"):
-            model.__dict__.pop(name, None)

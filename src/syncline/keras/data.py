@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,12 +12,11 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.rng_utils import get_random_seed
 
 from syncline.core.leasing.loader import Loader
-from syncline.data.arrays import ArraySource
 from syncline.data.batching import batches, order_of
-from syncline.data.source import ShardSource, Source
+from syncline.data.source import Source
 from syncline.errors import ConfigError
 from syncline.keras import backends, passes
-from syncline.keras.tf_source import TfSource, is_tf_dataset
+from syncline.keras.sources import source_of
 from syncline.worker.current import current_job
 from syncline.worker.data.loop import LeasedNumbers, Loop
 
@@ -46,51 +45,8 @@ def dataset(
         raise ConfigError("dataset(): training and shuffle must be True or False")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"dataset(): batch_size = {batch_size!r}: must be an int of at least 1, of each worker")
-    structure = None
-    if isinstance(source, tuple | list) and any(map(_has_parts, source)):
-        structure = keras.tree.map_structure(lambda _: 0, tuple(source))
-        source = tuple(keras.tree.flatten(tuple(source)))
-    return Dataset(_source_of(source, shuffle), batch_size, shuffle, seed, drop_last, training, name, structure)
-
-
-def _has_parts(arrays: Any) -> bool:
-    """Whether these are several inputs, as Keras takes them: a dict, or a tuple or list of arrays."""
-    if isinstance(arrays, Mapping):
-        return True
-    is_several = isinstance(arrays, tuple | list) and len(arrays) > 0
-    return is_several and all(len(getattr(array, "shape", ())) > 0 for array in arrays)
-
-
-def _source_of(source: Any, shuffle: bool) -> Source:
-    if is_tf_dataset(source):
-        if shuffle:
-            raise ConfigError(
-                "dataset(): a tf.data.Dataset is read in its own order; shuffle it itself, equally in all workers: "
-                "tf_dataset.shuffle(n, seed=1, reshuffle_each_iteration=False)"
-            )
-        return TfSource(source)
-    if isinstance(source, ShardSource):
-        raise ConfigError(
-            "dataset(): shards have no number of samples, which Keras' epochs need; give arrays or a source with a "
-            "length"
-        )
-    if isinstance(source, Source):
-        return source
-    if isinstance(source, Mapping):
-        raise ConfigError(
-            f"dataset(): a dict ({', '.join(map(str, source))}) does not say what the labels are; give a tuple (x, y)"
-        )
-    if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and not isinstance(source, str)):
-        arrays = (source,) if isinstance(source, np.ndarray) else tuple(_host(each) for each in source)
-        return ArraySource(arrays)
-    raise ConfigError(
-        f"dataset(): {type(source).__name__} cannot be split over workers; give arrays as (x, y), a source of "
-        "syncline.data, or a tf.data.Dataset"
-    )
-
-
-def _host(array: Any) -> Any:
-    return array if isinstance(array, np.ndarray) else keras.ops.convert_to_numpy(array)
+    found, structure = source_of(source, shuffle=shuffle)
+    return Dataset(found, batch_size, shuffle, seed, drop_last, training, name, structure)
 
 
 class NumBatches(int):

@@ -71,7 +71,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         elif not self.built:
-            before = [to_host(variable) for variable in trainable_variables] if self._steps.is_eager() else []
+            is_eager = not backends.current().is_traced()
+            before = [to_host(variable) for variable in trainable_variables] if is_eager else []
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
             self._steps.mind_late_build(before)
@@ -90,7 +91,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
                 steps.wait_for_callback()
                 return
             values = [value_of(variable) for variable in steps.variables]
-            counts = steps.call_out(steps.local_step, [*values, *steps.buffers()])
+            counts = steps.call_out(steps.local_step, [*values, *steps.buffers.values()])
             _undo_unless(counts, inner.variables, before)
             return
         gradients = [backend.dense(gradient) for gradient, _ in pairs]
@@ -99,7 +100,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc, un
         if backend.is_in_xla():
             steps.keep(names, gradients, rate)
         else:
-            counts = steps.call_out(steps.exchange_of(names), [*gradients, rate, *steps.buffers()])
+            counts = steps.call_out(steps.exchange_of(names), [*gradients, rate, *steps.buffers.values()])
         inner._iterations.assign_add(1)
         if before:
             _undo_unless(counts, inner.variables, before)

@@ -9,7 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from syncline.keras.variables import buffers_of, names_of
+from syncline.keras.buffers import buffers_of
+from syncline.keras.variables import names_of
 from syncline.store.weights import check_shapes
 
 

@@ -1,4 +1,4 @@
-"""Variables of a model or an optimizer: their names in the job, their values, and those that are not trained."""
+"""Variables of a model or an optimizer: their names in the job, and their values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,3 @@ def digest_of(arrays: Iterable[Any]) -> bytes:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.digest()
-
-
-def buffers_of(model: Any) -> list[Any]:
-    """Variables that are not trained and hold numbers, such as BatchNorm's statistics; not the states of chance."""
-    return [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)]
-
-
-def values_of_buffers(model: Any, values: Sequence[Any]) -> list[Any]:
-    """Those of `buffers_of(model)`, from the values of all its variables that are not trained."""
-    pairs = zip(model.non_trainable_variables, values, strict=True)
-    return [value for variable, value in pairs if keras.backend.is_float_dtype(variable.dtype)]
