@@ -106,7 +106,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 3  #: of a member that dies without an acknowledged push in between
     beat_seconds: float = 0.25  #: between two signs of life of a member
     deadline_seconds: float = 2.0  #: of silence, at least, before a member counts as dead
-    longest_deadline_seconds: float = 10.0  #: the most that the deadline of a member that is often late grows to
+    longest_deadline_seconds: float = 10.0  #: the same for a member that is often late, or has made no step yet
     suspect_seconds: float = 0.3  #: for a member whose connection broke to come back
     stuck_seconds: float = 600.0  #: others wait for a member that lives and does not advance, then it is evicted
     coordinator_seconds: float = 60.0  #: for a coordinator that is gone to come back

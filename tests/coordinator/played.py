@@ -244,8 +244,10 @@ class Job:
         return self
 
     def play(self, role: str, name: str, host: str = "a") -> Played:
-        self.members[name] = Played(self, role, name, host)
-        return self.members[name]
+        member = self.members[name] = Played(self, role, name, host)
+        if self.coordinator.job.config.is_ring:  # a worker and a server of one number are one process
+            member.process = f"process {name.rpartition('-')[2]} {id(self)}"
+        return member
 
     def __getitem__(self, name: str) -> Played:
         return self.members[name]

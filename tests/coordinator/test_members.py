@@ -228,6 +228,24 @@ def test_silence_is_noticed(jobs: Any) -> None:
     assert any("worker-1" in line and "not heard of" in line for line in job.log)
 
 
+@pytest.mark.parametrize("exchange", ["servers", "ring"])
+def test_a_worker_has_the_longest_deadline_until_its_first_step(jobs: Any, exchange: str) -> None:
+    """While it loads a framework, no thread of its process beats; in a ring, neither does the server in it."""
+    ring = {"exchange": "ring"} if exchange == "ring" else {}
+    job = jobs(deadline_seconds=3600.0, longest_deadline_seconds=7200.0, **ring).begin()
+    liveness = job.coordinator.job.liveness
+
+    def allowed() -> dict[str, float]:
+        return {name: round(liveness.deadline(name) - liveness.members[name].since) for name in sorted(job.members)}
+
+    of_server = 7200.0 if ring else 3600.0
+    assert allowed() == {"server-0": of_server, "server-1": of_server, "worker-0": 7200.0, "worker-1": 7200.0}
+    job["worker-1"].ask(Heartbeat())
+    assert allowed()["worker-1"] == 7200.0
+    job["worker-1"].ask(Heartbeat(step=1))
+    assert allowed() == {"server-0": of_server, "server-1": 3600.0, "worker-0": 7200.0, "worker-1": 3600.0}
+
+
 def test_a_coordinator_that_comes_back_goes_on_with_what_it_had_begun(jobs: Any) -> None:
     """It died between the journal and the servers: the change is made by the next one, and nobody enters twice."""
     first = jobs(replicas=2, slice_bytes=4096).begin()

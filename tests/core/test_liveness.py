@@ -65,6 +65,25 @@ def test_a_member_that_is_never_heard_of_dies_too() -> None:
     assert dies(watch, 0.0)[0] == pytest.approx(LEAST, abs=TICK)
 
 
+def test_who_has_made_no_step_has_the_most_time() -> None:
+    """A script loads its framework from a cold disk, and the interpreter's lock is held meanwhile: no heartbeat."""
+    watch = liveness()
+    watch.watch("worker-0", 0.0, starting=True)
+    last = beat(watch, "worker-0", 0.0, 0.25, 40)
+    last, _ = dies(watch, last)
+    assert last == pytest.approx(10.0 + MOST, abs=TICK)
+    watch.heard("worker-0", last)
+    last = beat(watch, "worker-0", last, 0.25, 400)
+    assert watch.has_stepped("worker-0")
+    assert not watch.has_stepped("worker-0"), "no news"
+    assert dies(watch, last)[0] == pytest.approx(last + LEAST, abs=TICK)
+
+
+def test_a_step_of_one_that_nobody_watches_is_no_news() -> None:
+    """A late heartbeat of a member that was evicted."""
+    assert not liveness().has_stepped("worker-0")
+
+
 def test_a_member_that_is_often_late_gets_more_time() -> None:
     """A machine that swaps: heard of every 1.8 s, one hiccup more must not be its death."""
     watch = liveness()

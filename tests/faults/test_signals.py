@@ -50,7 +50,7 @@ def test_a_stopped_member_is_evicted_after_its_deadline_and_does_no_harm_when_it
     assert job.evicted() == ([member] if is_out else []), output
     if is_out:
         assert re.search(rf"{member}, incarnation \d+, was removed from the job: ", output), output
-        # The launcher gives an evicted process half a minute to end by itself.
+        # The launcher gives an evicted process a few seconds to end by itself.
         again = rf"syncline: {member} was evicted(, and ended by the launcher)?; starts again"
         assert re.search(again, output), output
 

@@ -266,7 +266,7 @@ class JoinService:
                 if not self._is_refused_for_versions():
                     self.form_if_ready(False)
                 return
-            self._job.liveness.watch(member.name, time.monotonic())
+            self._watch(member.name)
             self._job.registry.servers = self._job.membership.servers()
             self._job.keep()
             is_late = member.name not in self._job.membership.state.entered
@@ -276,6 +276,12 @@ class JoinService:
             request.reply(answer)  # before a reconfiguration has anything to tell it
         self._roster.announce()
         self._announce_all()
+
+    def _watch(self, name: str) -> None:
+        """Under the lock: a new process. In a ring all of them run a script."""
+        state = self._job.membership.state
+        starting = state.config.is_ring or state.members[name].role == "worker"
+        self._job.liveness.watch(name, time.monotonic(), starting=starting)
 
     def _is_refused_for_versions(self) -> bool:
         """Under the lock: ranks with other versions than rank 0 end the job before it begins; all hear why."""
@@ -357,9 +363,8 @@ class JoinService:
             self._job.event(line)
         self._job.registry.servers = membership.servers()
         self._job.registry.use_slices_of(state.config.slice_bytes)
-        now = time.monotonic()
         for name in state.members:
-            self._job.liveness.watch(name, now)
+            self._watch(name)
         self._job.keep()
         requests = self._pending.requests
         self._pending.requests, self._pending.defaults = {}, {}

@@ -91,6 +91,8 @@ class StatusService:
         with self._job.lock:
             name = request.peer.name
             self._job.liveness.heard(name, now)
+            if message.step and self._job.liveness.has_stepped(name):
+                self._job.liveness.has_stepped(self._job.membership.beside(name))
             before = self._job.heartbeats.get(name)
             if before is None or before[0].step != message.step:
                 self._job.advanced[name] = now

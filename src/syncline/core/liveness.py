@@ -1,6 +1,8 @@
 """Liveness: when each member was last heard from, and when it counts as dead.
 
 The allowed silence follows from a member's recent pauses: a busy machine gets more time, a regular one the minimum.
+A process that has yet to make its first step gets the most: loading a framework's libraries holds the interpreter's
+lock, for seconds where they come from a cold disk, and no thread can send a heartbeat meanwhile.
 Time in which the coordinator itself did not run does not count.
 """
 
@@ -42,6 +44,7 @@ class _Watched:
         default_factory=lambda: collections.deque(maxlen=_NUM_SAMPLES)
     )
     longest_sample: float = 0.0  # of these
+    is_starting: bool = False
 
     def sample(self) -> None:
         """The longest silence of this stretch is a sample."""
@@ -83,8 +86,11 @@ class Liveness:
         self._patient_until = -math.inf  # after a long sleep: time for members that gave up on us to reconnect
         self._safe_until = -math.inf  # before this no member can be dead: `dead` is asked often, of hundreds of them
 
-    def watch(self, name: str, now: float, *, full: bool = False) -> None:
+    def watch(self, name: str, now: float, *, full: bool = False, starting: bool = False) -> None:
         """Watches this member from now on; a watched name starts over.
+
+        starting: its process runs a script that has made no step yet; until `has_stepped` it may be silent for the
+        longest time.
 
         full: the coordinator has restarted, and the member must reconnect first. Its rhythm is kept, and until it is
         heard from, a closed connection does not shorten its full deadline.
@@ -92,7 +98,7 @@ class Liveness:
         self._wake(now)
         self._safe_until = -math.inf
         before = self.members.get(name)
-        member = _Watched(since=now, phase=now)
+        member = _Watched(since=now, phase=now, is_starting=starting)
         if full:
             if before is not None:
                 member.samples, member.longest_sample = before.samples, before.longest_sample
@@ -118,6 +124,14 @@ class Liveness:
         if now - member.phase >= self._least / _STRETCHES:
             member.sample()
             member.phase = now
+
+    def has_stepped(self, name: str) -> bool:
+        """Its script has made a step: the usual deadline from now on. Returns whether this is news."""
+        member = self.members.get(name)
+        if member is None or not member.is_starting:
+            return False
+        member.is_starting = False
+        return True
 
     def suspect(self, name: str, now: float, reason: str) -> None:
         """Its connection closed: it has `suspect_seconds` to return. Further closed connections do not extend
@@ -182,6 +196,8 @@ class Liveness:
 
     def _allowed(self, member: _Watched) -> float:
         """The seconds for which this member may be silent."""
+        if member.is_starting:
+            return self._most
         # A relevant silence is longer than a sampling phase, so it is among the samples at once.
         return min(max(_TIMES_LONGEST * member.longest_sample, self._least), self._most)
 

@@ -41,8 +41,8 @@ CLOSE_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 #: For the servers to settle what of a worker that died counts.
 SETTLE_SECONDS = 5.0
-#: A process that was evicted hears of it with its next word; one that says nothing for so long is ended.
-FENCED_SECONDS = 30.0
+#: For a process that was evicted to end by itself: its script hears of it at its next call to the job.
+FENCED_SECONDS = 5.0
 #: For a coordinator that is away to say whether a worker that ended well has left.
 UNSURE_SECONDS = 10.0
 
