@@ -40,7 +40,6 @@ def test_workers_that_make_no_whole_pipelines_are_refused(said: dict[str, Any], 
         ({"stages": 2, "sync_every": 4}, "--sync-every cannot be combined"),
         ({"stages": 2, "device": "cuda:0"}, "stages compute on CPUs"),
         ({"stages": 2, "server_device": "cuda"}, "needs servers on CPUs"),
-        ({"stages": 2, "env": "torchrun"}, "process group of its own"),
         ({"stages": 0}, "--stages auto is planned by syncline run; give a number here"),
     ],
 )

@@ -105,6 +105,8 @@ INTEGERS = """
 
     path, num_stages, num_samples, num_epochs = sys.argv[1], *map(int, sys.argv[2:5])
     job = syncline.init()
+    if "group" in sys.argv:
+        torch.distributed.init_process_group("gloo")
     stages = [Whole(4) for _ in range(num_stages)]
     if "tied" in sys.argv:
         for stage in stages:
@@ -141,8 +143,11 @@ class IntegerJob:
         num_epochs: int,
         *options: str,
         is_tied: bool = False,
+        makes_group: bool = False,
     ) -> None:
-        """`is_tied`: all stages have one parameter, whose gradients are added up."""
+        """`is_tied`: all stages have one parameter, whose gradients are added up. `makes_group`: the script makes a
+        process group before its Pipeline.
+        """
         self._commands, self._stages, self._times = commands, stages, stages if is_tied else 1
         self._num_samples, self._num_epochs = num_samples, num_epochs
         toml = f"{PATIENT_START}longest_deadline_seconds = 15.0\nmax_restarts = 100\n"
@@ -151,7 +156,7 @@ class IntegerJob:
             "run", "--name", "it", "-w", str(pipelines * stages), "--stages", str(stages), "--micro-batches", "4",
             "--policy", "sync" if pipelines == 1 else "async", *options,
             commands.script(INTEGERS), "out.pt", str(stages), str(num_samples), str(num_epochs),
-            *(["tied"] if is_tied else []),
+            *(["tied"] if is_tied else []), *(["group"] if makes_group else []),
         )  # fmt: skip
 
     def steps(self, worker: str = "worker-0") -> list[float]:

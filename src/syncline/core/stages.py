@@ -33,8 +33,6 @@ def check_stages(config: JobConfig) -> None:
         raise ConfigError(f"--stages and --device {config.device} cannot be combined: stages compute on CPUs")
     if config.server_device != "cpu" or config.sums == "nccl":
         raise ConfigError("--stages needs servers on CPUs: leave out --server-device and --sums nccl")
-    if config.env == "torchrun":
-        raise ConfigError("--stages and --env torchrun cannot be combined: a pipeline has a process group of its own")
 
 
 def check_divisible(said: Mapping[str, Any], stages: int) -> None:

@@ -32,6 +32,9 @@ from syncline.worker.steps import MISUSED
 if TYPE_CHECKING:
     from syncline.worker.job import Job
 
+#: What torchrun counts processes by, and a stage process has its own.
+_RANKS = ("RANK", "LOCAL_RANK")
+
 
 def member() -> int:
     """A member's process from its plan to its end; a worker's exit code. Any other role ends the process itself."""
@@ -48,7 +51,12 @@ def member() -> int:
     num_sharing = plan.num_local_workers
     if keep_to_own_cores(plan):
         num_sharing = configuration.resolve(plan.file.given).stages if stages is not None else 1
-    configuration.add_to_environment({**_threads(num_sharing), **plan.environment})
+    environment = dict(plan.environment)
+    if isinstance(stages, StagePlace):
+        environment.update(
+            {name: str(int(environment[name]) + stages.number) for name in _RANKS if name in environment}
+        )
+    configuration.add_to_environment({**_threads(num_sharing), **environment})
     threads.settle()
     code = play(plan, stages)
     if plan.role == "worker":

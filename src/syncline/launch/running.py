@@ -400,12 +400,16 @@ class Plans:
         return ([*servers, *workers].index(name), len(servers), len(workers))
 
     def _rendezvous(self, name: str, beside: list[str]) -> dict[str, str]:
-        """The variables that torchrun sets; `beside`: the workers of that host, including this one."""
+        """The variables that torchrun sets; `beside`: the workers of that host, including this one.
+
+        They count processes. With `--stages` they are the leader's; a stage process adds its number to both ranks.
+        """
+        stages = self._config.stages
         return {
-            "RANK": name.rpartition("-")[2],
-            "WORLD_SIZE": str(self._config.workers),
-            "LOCAL_RANK": str(beside.index(name)),
-            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "RANK": str(int(name.rpartition("-")[2]) * stages),
+            "WORLD_SIZE": str(self._config.workers * stages),
+            "LOCAL_RANK": str(beside.index(name) * stages),
+            "LOCAL_WORLD_SIZE": str(len(beside) * stages),
             "MASTER_ADDR": self._file.host,
             "MASTER_PORT": str(self._rendezvous_port),
         }

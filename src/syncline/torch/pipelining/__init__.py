@@ -8,6 +8,7 @@
 # leading           the leader of a pipeline, which drives the stage processes
 # holding           the tensors of a model by number, and which of them a process has
 # orders            what the leader of a pipeline tells its stage processes
+# group             the process group of a pipeline, or its part of the script's
 # shared            parameters, buffers and gradients that the processes of a pipeline share
 # engine            this process's stages under torch.distributed.pipelining
 # serving           a stage process after its Pipeline is made

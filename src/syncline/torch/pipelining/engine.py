@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 
-from syncline import config as configuration
 from syncline.errors import ConfigError
 from syncline.stats import StageSpan
+from syncline.torch.pipelining.group import PipelineGroup
 from syncline.torch.pipelining.orders import PrepareBatches, TensorMeta
 from syncline.worker.stages import Activity
 
-dist: Any = torch.distributed  # its types are incomplete
 LossFunction = Callable[[Any, Any], torch.Tensor]
 _CPU = torch.device("cpu")
 #: How far the mean of the micro-batches' losses may lie from the loss of the whole batch.
@@ -144,6 +141,7 @@ class StageEngine:
         loss_fn: LossFunction | None,
         schedule: str,
         activity: Activity,
+        group: PipelineGroup,
     ) -> None:
         """`own`: the numbers of this process's parts. `activity`: says to other threads when these compute."""
         self._own, self._num_parts, self._loss_fn, self._schedule = tuple(own), num_parts, loss_fn, schedule
@@ -152,26 +150,12 @@ class StageEngine:
         self._scale, self._mean = 1.0, 1
         self._checked: set[int] = set()  # kinds of batches whose loss is known to be a mean
         self.spans: list[StageSpan] = []  #: forwards and backwards since the last step began, by time.perf_counter
-        self._activity = activity
+        self._activity, self._group = activity, group
         self.has_failed = False  #: the model or the loss has raised; else an exception is of the connections
 
     @property
     def has_last(self) -> bool:
         return self._num_parts - 1 in self._own
-
-    def join(self, rank: int, size: int, store_fd: int, seconds: float) -> None:
-        """The processes of the pipeline become torch's default process group, on the loopback."""
-        if dist.is_initialized():
-            raise ConfigError(
-                "Pipeline: the script has called torch.distributed.init_process_group; with --stages the Pipeline "
-                "makes the process group itself: leave the call out"
-            )
-        if "GLOO_SOCKET_IFNAME" not in configuration.environment_names(("GLOO_SOCKET_IFNAME",)):
-            configuration.add_to_environment({"GLOO_SOCKET_IFNAME": "lo"})
-        store = dist.FileStore(f"/proc/self/fd/{store_fd}", size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds)
-        )
 
     def prepare(self, order: PrepareBatches, parts: Sequence[torch.nn.Module]) -> None:
         """Makes the schedule for a new kind of batch. `parts`: of the whole model."""
@@ -187,6 +171,7 @@ class StageEngine:
                 _CPU,
                 input_args=_metas(order.boundaries[number]),
                 output_args=_metas(order.boundaries[number + 1]),
+                group=self._group.torch_group,
             )
             for number in self._own
         ]
@@ -194,7 +179,7 @@ class StageEngine:
             stage.forward_one_chunk = self._timed(number, "F", stage.forward_one_chunk)
             stage.backward_one_chunk = self._timed(number, "B", stage.backward_one_chunk)
         loss = self._loss if order.trains else None
-        kind = _kind_of(self._schedule, order, dist.get_world_size())
+        kind = _kind_of(self._schedule, order, self._group.size)
         given = stages[0] if len(stages) == 1 else stages
         schedule = kind(given, order.num_micro_batches, loss_fn=loss, scale_grads=False)
         self._prepared[order.key] = PreparedSchedule(schedule, order.num_micro_batches, order.autocast)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
-import torch.distributed
 
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
@@ -25,14 +24,17 @@ from syncline.torch.pipelining.engine import (
     infer,
     num_bytes,
 )
+from syncline.torch.pipelining.group import PipelineGroup, own_place, ranks_of
 from syncline.torch.pipelining.holding import Tensors, UnwrittenBuffers, in_several, share_out
 from syncline.torch.pipelining.orders import (
     Answer,
     Cut,
     Evaluate,
     Evaluated,
+    GroupPlace,
     Infer,
     Inferred,
+    Join,
     Modes,
     Order,
     Place,
@@ -51,7 +53,6 @@ from syncline.worker.job import Job
 from syncline.worker.stages import StageProcess
 
 A = TypeVar("A", bound=Answer)
-dist: Any = torch.distributed  # its types are incomplete
 #: Kinds of batches whose buffers are kept: full and short batches, of training and of evaluation.
 _MOST_KINDS = 6
 
@@ -81,6 +82,7 @@ class StageLeader:
         self._stages, self._processes = job.stages, job.stages.processes
         self._blocks = SharedBlocks()
         self._size, self._count = self._stages.num_processes, num_parts(job.config)
+        self._group = PipelineGroup(0, self._size)
         self._layers, self._loss_fn, self._schedule = layers, loss_fn, job.config.schedule
         self._tensors = Tensors(layers.model)
         self.firsts = layers.firsts(self._count)
@@ -102,8 +104,10 @@ class StageLeader:
         self._follow_cut()
         self._holdings[0].materialise(self._tensors)
         forget()
-        self._share()
-        self._engine.join(0, self._size, self._stages.store_fd, job.config.wait_seconds)
+        ranks = ranks_of([own_place(), *self._share()])
+        for process in self._processes:
+            self._send(process, Join(ranks))
+        self._together(lambda: self._group.join(ranks, self._stages.store_fd, job.config.wait_seconds))
         self._stages.measure_by(self.stats)
         self._stages.are_ready()
 
@@ -111,7 +115,9 @@ class StageLeader:
         """What depends on where the model is cut."""
         self._holdings = share_out(self._tensors, self._layers, self.firsts, self._size)
         own = range(0, self._count, self._size)
-        self._engine = StageEngine(own, self._count, self._loss_fn, self._schedule, self._stages.activity)
+        self._engine = StageEngine(
+            own, self._count, self._loss_fn, self._schedule, self._stages.activity, self._group
+        )
         self._kinds: dict[_Kind, int] = {}
         self._crossing: dict[int, list[int]] = {}  # by kind, the bytes of a step through each cut
         #: Of each process, in forwards and backwards, since the model was cut as it is; as `num_samples`.
@@ -132,8 +138,11 @@ class StageLeader:
     def create_memory(self, num_bytes: int) -> Bytes:
         return self._blocks.create_numbered(num_bytes)[1]
 
-    def _share(self) -> None:
-        """All parameters and buffers get a place in shared memory; the process that has them writes their values."""
+    def _share(self) -> list[GroupPlace | None]:
+        """All parameters and buffers get a place in shared memory; the process that has them writes their values.
+
+        Returns the places of stage processes in a process group that the script has made.
+        """
         firsts: dict[int, int] = {}  # of each parameter: the first process that has it
         first_buffers: dict[int, int] = {}
         for number, holdings in enumerate(self._holdings):
@@ -153,11 +162,11 @@ class StageLeader:
             fills = [i for i in holdings.parameters if firsts[i] == number]
             fills_buffers = [i for i in holdings.buffers if first_buffers[i] == number]
             self._give(number, holdings.parameters, holdings.buffers, fills, fills_buffers)
-        for process in self._processes:
-            self._answer(process, Ready)
+        places = [self._answer(process, Ready).group for process in self._processes]
         self._tensors.move({i: view for i, view in views.items() if firsts[i]}, fill=False)
         self._tensors.move_buffers({i: view for i, view in of_buffers.items() if first_buffers[i]}, fill=False)
         self._unwritten.note()
+        return places
 
     def _give(
         self,
@@ -397,7 +406,7 @@ class StageLeader:
 
     def _run(self, key: int, inputs: Sequence[torch.Tensor], target: torch.Tensor, scale: float) -> float | None:
         last = (self._count - 1) % self._size
-        sent = dist.isend(target, last) if last else None
+        sent = self._group.isend(target, last) if last else None
         loss = self._engine.step(key, inputs, None if last else target, scale)
         if sent is not None:
             sent.wait()
@@ -482,9 +491,8 @@ class StageLeader:
                     output = self._together(lambda said=answer: self._receive(last, said))  # type: ignore[misc]
         return output
 
-    @staticmethod
-    def _receive(source: int, said: Evaluated) -> Any:
+    def _receive(self, source: int, said: Evaluated) -> Any:
         tensors = [empty(meta) for meta in said.outputs]
         for tensor in tensors:
-            dist.recv(tensor, source)
+            self._group.receive(tensor, source)
         return tuple(tensors) if said.is_tuple else tensors[0]

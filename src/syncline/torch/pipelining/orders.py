@@ -43,6 +43,19 @@ class Recut(msgspec.Struct, frozen=True, tag=True):
     firsts: list[int]
 
 
+class GroupPlace(msgspec.Struct, frozen=True, array_like=True):
+    """A process's place in a process group that the script has made."""
+
+    rank: int
+    size: int
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """All processes find each other. `ranks`: theirs in the script's process group; empty: it has made none."""
+
+    ranks: list[int]
+
+
 class ShareTensors(msgspec.Struct, frozen=True, tag=True):
     """From now on these tensors lie there. `fills`: parameters whose values this process has and writes first.
 
@@ -114,11 +127,13 @@ class Randomize(msgspec.Struct, frozen=True, tag=True):
     seed: int = 0
 
 
-Order = Cut | Recut | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate | Randomize
+Order = Cut | Recut | Join | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate | Randomize
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Done."""
+    """Done. `group`: the place in a process group that the script has made."""
+
+    group: GroupPlace | None = None
 
 
 class Inferred(msgspec.Struct, frozen=True, tag=True):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-import torch.distributed
 
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
 from syncline.torch.pipelining.engine import LossFunction, StageEngine, as_tuple, describe, empty, infer
+from syncline.torch.pipelining.group import PipelineGroup, own_place
 from syncline.torch.pipelining.holding import Tensors, UnwrittenBuffers, hollow, in_several, share_out
 from syncline.torch.pipelining.lacking import naming_lack_of_memory
 from syncline.torch.pipelining.orders import (
@@ -24,6 +24,7 @@ from syncline.torch.pipelining.orders import (
     Evaluated,
     Infer,
     Inferred,
+    Join,
     Modes,
     Order,
     PrepareBatches,
@@ -39,7 +40,6 @@ from syncline.torch.pipelining.randomness import randomize, taken
 from syncline.torch.pipelining.shared import MappedBlocks
 from syncline.worker.stages import StageJob
 
-dist: Any = torch.distributed  # its types are incomplete
 #: For the leader to learn first who has ended, when a connection to another stage breaks.
 _LAST_SECONDS = 60.0
 
@@ -80,6 +80,7 @@ class StageServer:
             )
         self._job, place = job, job.place
         count, self._size, self._number = num_parts(job.config), place.num_processes, place.number
+        self._group = PipelineGroup(self._number, self._size)
         self._count, self._layers, self._loss_fn = count, layers, loss_fn
         self._tensors = Tensors(layers.model)
         self._hooked: set[int] = set()
@@ -94,7 +95,7 @@ class StageServer:
         forget()
         self._all_modules = list(layers.model.modules())
         self._blocks = MappedBlocks()
-        self._has_joined = False
+        self._has_shared = False
         # Else all stages of all pipelines would draw the same numbers.
         torch.manual_seed((torch.initial_seed() + self._number + 1009 * job.rank) % (1 << 63))
 
@@ -105,14 +106,14 @@ class StageServer:
         self._holdings = all_holdings[self._number]
         own = range(self._number, self._count, self._size)
         schedule, activity = self._job.config.schedule, self._job.place.activity
-        self._engine = StageEngine(own, self._count, self._loss_fn, schedule, activity)
+        self._engine = StageEngine(own, self._count, self._loss_fn, schedule, activity, self._group)
         own_buffers = set(self._holdings.buffers)
         self._unwritten = UnwrittenBuffers(
             self._tensors, [index for index in in_several(all_holdings) if index in own_buffers]
         )
 
     def obey(self, order: Order, fds: list[int]) -> Answer | None:
-        self._is_talking = isinstance(order, ShareTensors | TrainStep | Evaluate)
+        self._is_talking = isinstance(order, Join | TrainStep | Evaluate)
         if isinstance(order, ShareTensors):
             return self._share(order, fds)
         if isinstance(order, Infer):
@@ -122,6 +123,8 @@ class StageServer:
             self._recut(order.firsts)
         elif isinstance(order, PrepareBatches):
             self._engine.prepare(order, self._layers.parts(self._firsts, order.boundaries[0]))
+        elif isinstance(order, Join):
+            self._group.join(order.ranks, self._job.place.store_fd, self._job.config.wait_seconds)
         elif isinstance(order, Modes):
             for module, training in zip(self._all_modules, order.training, strict=True):
                 module.training = training
@@ -145,11 +148,8 @@ class StageServer:
 
     def follow_up(self) -> None:
         """What comes behind an answer."""
-        if not self._has_joined:
-            self._has_joined = True
-            self._engine.join(self._number, self._size, self._job.place.store_fd, self._job.config.wait_seconds)
         for tensor in self._output:
-            dist.send(tensor.contiguous(), 0)
+            self._group.send(tensor.contiguous(), 0)
         self._output = ()
 
     def _share(self, order: ShareTensors, fds: list[int]) -> Answer:
@@ -165,12 +165,13 @@ class StageServer:
         self._tensors.move_buffers({index: view for index, view in found.items() if index not in fills}, fill=False)
         self._buffers.update(found)
         self._gradients.update({p.index: self._blocks.view(p, parameters[p.index]) for p in order.gradients})
-        if not self._has_joined:  # at the first time
+        if not self._has_shared:  # at the first time
+            self._has_shared = True
             self._leave()
         self._hook()
         self._blocks.drop(order.drops)
         self._unwritten.note()
-        return Ready()
+        return Ready(own_place())
 
     def _recut(self, firsts: list[int]) -> None:
         self._follow_cut(firsts)
@@ -208,7 +209,7 @@ class StageServer:
         target = None
         if self._engine.has_last:
             target = empty(order.target)
-            dist.recv(target, 0)
+            self._group.receive(target, 0)
         loss = self._engine.step(order.key, (), target, order.scale)
         self._look_at_buffers()
         self._unwritten.check()
