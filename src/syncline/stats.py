@@ -278,6 +278,7 @@ class MemberFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     heard_seconds: float = 0.0
     rtt_seconds: float = 0.0
     pid: int = 0
+    stages: tuple[StageStats, ...] = ()  #: of a pipeline: its processes, in the steps of this time
     counts: MemberCounts = MemberCounts()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from syncline.stats import (
     MemberStatus,
     ProcessStats,
     ServerStats,
+    StageStats,
     StepTimes,
     Wait,
     WireStats,
@@ -116,6 +119,31 @@ def test_another_life_begins_at_zero_and_what_is_seen_first_is_no_rate() -> None
     again = observer.look(totals(11.0, member("worker-0", incarnation=2, samples=5)))
     assert again.samples_per_second == 0.0
     assert observer.look(totals(12.0, member("worker-0", incarnation=2, samples=9))).samples_per_second == 4.0
+
+
+def test_a_pipeline_is_told_by_its_newest_steps() -> None:
+    """Hours of steps do not hide that a stage is slow now. Without a step, or cut elsewhere: all that is known."""
+
+    def of(steps: int, busy: float, layers: str = "a") -> tuple[StageStats, ...]:
+        stats = StageStats(
+            stage=0,
+            num_steps=steps,
+            busy_seconds=busy,
+            step_seconds=float(steps),
+            layers=layers,
+            sent_bytes=8 * steps,
+        )
+        known = member("worker-0", times=StepTimes(num_steps=steps))
+        status = msgspec.structs.replace(known.status, stages=[stats])
+        at = next(clock)
+        return observer.look(totals(at, msgspec.structs.replace(known, status=status))).members[0].stages
+
+    observer, clock = Observer(), itertools.count(1.0)
+    assert of(1000, 900.0)[0].utilisation == 0.9
+    (now,) = of(1010, 905.0)
+    assert (now.num_steps, now.utilisation, now.sent_bytes) == (10, 0.5, 80)
+    assert of(1010, 905.0)[0].num_steps == 1010
+    assert of(1020, 1000.0, "b")[0].num_steps == 1020
 
 
 def test_staleness_adds_up_over_servers_and_their_lives() -> None:

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from syncline.core import tracing
 from syncline.core.tracing import (
     APPLY,
+    BACKWARD,
     COMPUTE,
+    FORWARD,
     PULL,
     STAGE,
     WAIT,
     Knot,
+    MicroBatch,
     PhaseSpan,
     SpanBuffer,
     TracedBatch,
@@ -214,3 +217,29 @@ def test_any_order_of_phases_nests(laps: list[tuple[int, int, int]]) -> None:
         spans.append(PhaseSpan(phase if phase < 4 else COMPUTE, number, at, length))
         at += length
     check_nesting(list(chrome_events(lives_of([batch(spans=spans)]))))
+
+
+def test_stages_of_a_pipeline_have_lanes_of_their_own() -> None:
+    """They compute inside the step of their leader and beside each other. A damaged span makes no lane."""
+    ran = [
+        PhaseSpan(phase, 1, begin, 8, micro_batch=MicroBatch(stage, stage, 0))
+        for phase, begin, stage in ((FORWARD, 2, 0), (FORWARD, 11, 1), (BACKWARD, 20, 1), (BACKWARD, 29, 0))
+    ]
+    damaged = [
+        PhaseSpan(FORWARD, 1, 2, 3),
+        PhaseSpan(COMPUTE, 1, 2, 3, micro_batch=MicroBatch(0, 0, 0)),
+        PhaseSpan(FORWARD, 1, 2, 3, micro_batch=MicroBatch(1 << 40, 0, 0)),
+    ]
+    events = list(chrome_events(lives_of([batch(spans=[*step(1, 0), *ran, *damaged])])))
+    check_nesting(events)
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {1: "steps", 2: "stage 0", 3: "stage 1"}
+    found = [(e["name"], e["ts"], lanes[e["tid"]], e["args"]) for e in whole(events, 1) if e["tid"] > 1]
+    told = {"step": 1, "micro_batch": 0}
+    assert found == [
+        ("forward 0", 2, "stage 0", {**told, "part": 0}),
+        ("forward 0", 11, "stage 1", {**told, "part": 1}),
+        ("backward 0", 20, "stage 1", {**told, "part": 1}),
+        ("backward 0", 29, "stage 0", {**told, "part": 0}),
+    ]
+    assert [e["name"] for e in whole(events, 1) if e["cat"] == "step"] == ["step 1"]

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE
 
 from syncline.core.media import Histogram, Image, MediaItem
 from syncline.core.series import point
-from syncline.stats import Event, JobLook, JobVerdict, MemberFigures, Wait
+from syncline.stats import Event, JobLook, JobVerdict, MemberFigures, StageStats, Wait
 from syncline.store.series import SeriesWriter
 
 pytestmark = pytest.mark.page
@@ -70,13 +70,20 @@ def show(page: Served, found: JobLook) -> None:
     page.job.show(found)
 
 
+#: Of a worker whose second process computes for three times as long as the first.
+PIPELINE = tuple(
+    StageStats(stage=k, num_steps=3, busy_seconds=0.1 * (1 + 2 * k), step_seconds=0.4, layers="<b>", sent_bytes=3072)
+    for k in range(2)
+)
+
+
 def test_a_look_is_told_in_words_and_pictures(page: Served, browser: Any) -> None:
     """A sentence for a wait, a verdict with advice; splits with the servers' part, shares, staleness, who sends."""
     server = MemberFigures(name="server-0", role="server", num_rounds=3, apply=0.02, sent_per_second=5e5)
     workers = tuple(
         MemberFigures(
             name=f"worker-{k}", role="worker", step=7, num_steps=3, compute=0.1, data=0.04, stage=0.02, wait=0.05,
-            pull=0.03, share=(0.75, 0.25)[k], lag=k, peers={"server-0": 1e6 / (k + 1)},
+            pull=0.03, share=(0.75, 0.25)[k], lag=k, peers={"server-0": 1e6 / (k + 1)}, stages=(PIPELINE, ())[k],
         )
         for k in range(2)
     )  # fmt: skip
@@ -104,6 +111,12 @@ def test_a_look_is_told_in_words_and_pictures(page: Served, browser: Any) -> Non
         {"compute": 30.0, "data": 20.0, "stage": 10.0, "wait": 15.0, "apply": 10.0, "pull": 15.0}, abs=0.01
     )
     assert "apply" in shown.locator("#legend").inner_text()
+    assert [one.inner_text().split("\n") for one in shown.locator("#stages .bar-row").all()] == [
+        ["worker-0, stage 0", "25 %"],
+        ["worker-0, stage 1", "75 %"],
+    ]
+    assert "bubble: worker-0 50 %" in shown.locator("#stage-note").inner_text()
+    assert "25 %, 75 %" in shown.locator("#member-table tr[data-member='worker-0']").inner_text()
     assert shown.locator("#step-charts .names").last.inner_text().count("apply") == 1
     assert [one.inner_text().split() for one in shown.locator("#shares .bar-row").all()] == [
         ["worker-0", "75", "%"],

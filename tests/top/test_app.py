@@ -15,12 +15,17 @@ pytest.importorskip("textual")
 from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
-from syncline.stats import Event, JobFigures, JobLook, JobVerdict, MemberFigures, Wait
+from syncline.stats import Event, JobFigures, JobLook, JobVerdict, MemberFigures, StageStats, Wait
 from syncline.store.lines import EVENTS
 from syncline.top.app import LogScreen, MemberScreen, Top
 from syncline.top.looking import Seen, Trouble
 from syncline.top.rows import COLUMNS
 
+#: worker-0 is a pipeline.
+STAGES = tuple(
+    StageStats(stage=k, num_steps=3, busy_seconds=(0.3, 0.1)[k], step_seconds=0.4, layers="[b]", sent_bytes=3072)
+    for k in range(2)
+)
 LAGS = {"worker-0": 0, "worker-2": 7, "worker-10": 3}
 
 
@@ -43,6 +48,7 @@ def look(number: int = 1, gone: tuple[str, ...] = (), **more: Any) -> JobLook:
             name=name, role="worker", host="a", state="working", step=100 - lag, lag=lag, num_steps=3,
             compute=0.01 * (lag + 1), data=0.002, stage=0.001, wait=0.03, pull=0.001, cores=0.5,
             samples_per_second=100.0 + lag, memory_bytes=10**8, sent_per_second=1e6, peers={"server-0": 1e6}, pid=7,
+            stages=STAGES if name == "worker-0" else (),
         )
         for name, lag in LAGS.items()
         if name not in gone
@@ -106,6 +112,7 @@ def test_it_shows_a_job_and_sorts_by_keys(tmp_path: pathlib.Path) -> None:
         app.take(look(why="round 7 waits for worker-2"))
         await pilot.pause()
         assert names(app) == ["worker-0", "worker-2", "worker-10", "server-0"]
+        assert [row[column("stages busy")] for row in shown(app)] == ["75%, 25%", "", "", ""]
         assert "step 101" in text(app, "#head") and "3 workers, 1 servers" in text(app, "#head")
         assert "loss 0.25" in text(app, "#readings") and "[bold]x[/] 1" in text(app, "#readings")
         assert "round 7 waits" in text(app, "#notices") and "worker-2 is slow: look at it" in text(app, "#notices")
@@ -149,6 +156,8 @@ def test_one_member_and_its_log(tmp_path: pathlib.Path) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, MemberScreen) and app.screen.query("#facts"))
         assert "pid 7" in text(app, "#facts") and "to server-0: 1 MB/s" in text(app, "#facts")
+        assert "bubble 50%; stage 1 waits for stage 0\n" in text(app, "#facts")
+        assert "stage 1 computes 25% of it: [b]; parameters 0 B, to other stages 1 KiB a step" in text(app, "#facts")
         assert "wait" in text(app, "#phases") and "30 ms" in text(app, "#phases")
         app.take(look(2, gone=("worker-0",)))
         await pilot.pause()

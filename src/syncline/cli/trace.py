@@ -46,7 +46,8 @@ def trace(
     """Makes a trace of a run's steps that Perfetto opens.
 
     The run must have been started with `syncline run --trace`. The trace has a lane for each member, with each step
-    and in it compute, stage, wait and pull; a server's lane has the rounds that it applies. The clocks of all hosts
+    and in it compute, stage, wait and pull; a server's lane has the rounds that it applies. A pipeline has a lane for
+    each of its stages, with the forward and backward of every micro-batch. The clocks of all hosts
     are aligned, and each member says how far that can be wrong. A run that goes on is traced up to now.
 
     Open the file in ui.perfetto.dev, or in chrome://tracing.

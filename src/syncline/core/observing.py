@@ -16,6 +16,7 @@ from syncline.stats import (
     MemberFigures,
     MemberStats,
     MemberStatus,
+    StageStats,
     StepTimes,
     Wait,
 )
@@ -192,6 +193,7 @@ class Observer:
             heard_seconds=status.heard_seconds,
             rtt_seconds=status.rtt_seconds,
             pid=status.pid,
+            stages=_stages_since(status.stages, before.status.stages),
             counts=MemberCounts(
                 now.stats.wire.bytes_sent + now.shared_bytes,
                 now.stats.wire.bytes_received,
@@ -209,6 +211,24 @@ class Observer:
             if incarnation != member.status.incarnation:
                 self._ended_staleness = _added([self._ended_staleness, counts])
             self._staleness[name] = (member.status.incarnation, server.staleness_counts)
+
+
+def _stages_since(now: Sequence[StageStats], before: Sequence[StageStats]) -> tuple[StageStats, ...]:
+    """What the processes of a pipeline did meanwhile. Without a step, or cut elsewhere since: all that is known."""
+    if [one.layers for one in now] != [one.layers for one in before]:
+        return tuple(now)
+    if any(one.num_steps <= known.num_steps for one, known in zip(now, before, strict=True)):
+        return tuple(now)
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            num_steps=one.num_steps - known.num_steps,
+            busy_seconds=one.busy_seconds - known.busy_seconds,
+            step_seconds=one.step_seconds - known.step_seconds,
+            sent_bytes=one.sent_bytes - known.sent_bytes,
+        )
+        for one, known in zip(now, before, strict=True)
+    )
 
 
 def _hosted(members: Sequence[MemberTotals]) -> dict[str, int]:

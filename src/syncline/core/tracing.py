@@ -3,7 +3,7 @@
 Pure. A *span* is one phase of a step: which, and from when to when by the clock of its member. A *knot* is a moment
 at which a member knew how far its clock was from the coordinator's, and how wrong that can be: half a round trip. A
 *life* is all that one incarnation of a member has traced. `chrome_events` makes of lives what Perfetto opens: one
-process for each member, the phases of a step inside of the step.
+process for each member, the phases of a step inside of the step, and for a pipeline a lane for each of its stages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from syncline.core.members import by_name
 from syncline.stats import Event
 
-PHASES: Final = ("compute", "stage", "wait", "pull", "apply", "data")
-COMPUTE, STAGE, WAIT, PULL, APPLY, DATA = range(len(PHASES))
+PHASES: Final = ("compute", "stage", "wait", "pull", "apply", "data", "forward", "backward")
+COMPUTE, STAGE, WAIT, PULL, APPLY, DATA, FORWARD, BACKWARD = range(len(PHASES))
 #: Spans of a member that wait to be sent; the oldest are dropped.
 MOST_UNSENT: Final = 50_000
 #: Spans in one message.
@@ -28,6 +28,16 @@ MOST_SPANS: Final = 4_096
 #: Of the knots in so long the best one counts.
 KNOT_US: Final = 30_000_000
 _MICRO: Final = 1e6
+#: Lanes of one worker: a damaged span makes no more.
+_MOST_STAGES: Final = 1_024
+
+
+class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
+    """What a forward or backward of a pipeline is of."""
+
+    stage: int  #: the process
+    part: int  #: of the model; a process may have several
+    number: int  #: of the micro-batch in its step
 
 
 class PhaseSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +48,7 @@ class PhaseSpan(msgspec.Struct, frozen=True, array_like=True):
     begin: int
     length: int
     worker: str = ""  #: of `apply` outside of rounds: whose push it is
+    micro_batch: MicroBatch | None = None  #: of `forward` and `backward`
 
 
 class Knot(msgspec.Struct, frozen=True, array_like=True):
@@ -70,11 +81,19 @@ class SpanBuffer:
         self._spans: collections.deque[PhaseSpan] = collections.deque(maxlen=MOST_UNSENT)
         self._num_added = self._num_taken = 0
 
-    def add(self, phase: int, step: int, begin: float, end: float, worker: str = "") -> None:
+    def add(
+        self,
+        phase: int,
+        step: int,
+        begin: float,
+        end: float,
+        worker: str = "",
+        micro_batch: MicroBatch | None = None,
+    ) -> None:
         """`begin`, `end`: seconds. Spans that touch stay so: both ends are rounded alike."""
         first = round(begin * _MICRO)
         self._num_added += 1
-        self._spans.append(PhaseSpan(phase, step, first, round(end * _MICRO) - first, worker))
+        self._spans.append(PhaseSpan(phase, step, first, round(end * _MICRO) - first, worker, micro_batch))
 
     def take(self) -> list[PhaseSpan]:
         """The oldest ones, as many as fit in a message."""
@@ -103,6 +122,7 @@ class Placed(NamedTuple):
     begin: int
     end: int
     worker: str = ""
+    micro_batch: MicroBatch | None = None
 
 
 class TracedLife:
@@ -115,6 +135,7 @@ class TracedLife:
         self._phase, self._step = array.array("b"), array.array("q")
         self._begin, self._length = array.array("q"), array.array("q")
         self._workers: dict[int, str] = {}  # by number of the span
+        self._micro_batches: dict[int, MicroBatch] = {}  # likewise
         self._knots: list[Knot] = []
         self._latest_offset = batch.received * _MICRO - batch.sent  # too large by the way of a message
 
@@ -133,6 +154,12 @@ class TracedLife:
         for span in batch.spans:
             if not (0 <= span.phase < len(PHASES) and span.length >= 0 and abs(span.begin) < 1 << 53):
                 continue  # of another version, or damaged
+            if (span.phase in (FORWARD, BACKWARD)) != (span.micro_batch is not None):
+                continue
+            if span.micro_batch is not None:
+                if not 0 <= span.micro_batch.stage < _MOST_STAGES:
+                    continue
+                self._micro_batches[len(self._begin)] = span.micro_batch
             if span.worker:
                 self._workers[len(self._begin)] = span.worker
             self._phase.append(span.phase)
@@ -156,7 +183,14 @@ class TracedLife:
         moment = self._moments()
         columns = zip(self._phase, self._step, self._begin, self._length, strict=True)
         found = [
-            Placed(phase, step, moment(begin), moment(begin + length), self._workers.get(number, ""))
+            Placed(
+                phase,
+                step,
+                moment(begin),
+                moment(begin + length),
+                self._workers.get(number, ""),
+                self._micro_batches.get(number),
+            )
             for number, (phase, step, begin, length) in enumerate(columns)
         ]
         found.sort(key=lambda span: (span.begin, span.end))
@@ -252,11 +286,9 @@ def chrome_events(
         base, used = num_lanes[life.member], 0
         for lane, event in made:
             if lane >= used:
-                name = "steps" if life.role == "worker" else "rounds"
-                name += f", life {number}" if number > 1 else ""
+                again = f", life {number}" if number > 1 else ""
                 for new in range(used, lane + 1):
-                    more = f" ({new + 1})" if new else ""
-                    yield _told(pid, base + new + 1, "thread_name", name=f"{name}{more}")
+                    yield _told(pid, base + new + 1, "thread_name", name=_lane_name(life.role, new, again))
                 used = lane + 1
             ends_at = max(ends_at, event["ts"] + event["dur"])
             yield {**event, "ts": event["ts"] - zero, "pid": pid, "tid": base + lane + 1}
@@ -269,6 +301,13 @@ def chrome_events(
                    "args": told}  # fmt: skip
 
 
+def _lane_name(role: str, lane: int, again: str) -> str:
+    """`again`: of which life, if it is not the first."""
+    if role != "worker":
+        return f"rounds{again}" + (f" ({lane + 1})" if lane else "")
+    return f"stage {lane - 1}{again}" if lane else f"steps{again}"
+
+
 def _labels(life: TracedLife) -> str:
     error = life.error_us
     how = "clock not compared" if error is None else f"clock ±{error / 1e3:.3g} ms"
@@ -279,7 +318,7 @@ def _told(pid: int, tid: int, kind: str, **values: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": values}
 
 
-def _whole(name: str, kind: str, begin: int, end: int, step: int, **more: str) -> dict[str, Any]:
+def _whole(name: str, kind: str, begin: int, end: int, step: int, **more: str | int) -> dict[str, Any]:
     args = {"step": step, **more}
     return {"ph": "X", "name": name, "cat": kind, "ts": begin, "dur": end - begin, "args": args}
 
@@ -289,8 +328,11 @@ _Laid = tuple[int, int, dict[str, Any]]
 
 
 def _worker_lanes(spans: Sequence[Placed]) -> Iterator[_Laid]:
-    """One lane: each step with its phases in it. Computing belongs to the step that it is in."""
-    done = 0
+    """One lane has each step with its phases in it. Computing belongs to the step that it is in. The stages of a
+    pipeline have a lane each, with what they compute.
+    """
+    of_stages = [span for span in spans if span.micro_batch is not None]
+    spans, done = [span for span in spans if span.micro_batch is None], 0
     for step, begin, end in steps_of(spans):
         part = sorted(spans[begin:end], key=lambda span: (span.begin, -span.end))
         yield 0, step, _whole(f"step {step}", "step", part[0].begin, max(span.end for span in part), step)
@@ -300,6 +342,14 @@ def _worker_lanes(spans: Sequence[Placed]) -> Iterator[_Laid]:
         done = end
     for span in spans[done:]:  # of a step that was not finished
         yield 0, span.step, _whole(PHASES[span.phase], "phase", span.begin, span.end, span.step)
+    for span in of_stages:
+        micro = span.micro_batch
+        assert micro is not None
+        told = _whole(
+            f"{PHASES[span.phase]} {micro.number}", PHASES[span.phase], span.begin, span.end, span.step,
+            micro_batch=micro.number, part=micro.part,
+        )  # fmt: skip
+        yield 1 + micro.stage, span.step, told
 
 
 def _server_lanes(spans: Sequence[Placed]) -> Iterator[_Laid]:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from syncline.core.leasing.progress import epoch_told
 from syncline.core.members import by_name
+from syncline.core.pipelining.telling import pipeline_lines, split_told
 from syncline.core.units import bytes_told, number_told, seconds_told
-from syncline.stats import JobLook, MemberFigures
+from syncline.stats import JobLook, MemberFigures, bubble
 
 #: Bars of a step, as wide as this.
 BAR_COLUMNS = 48
@@ -57,6 +58,7 @@ COLUMNS = (
     Column("sent/s", lambda m: m.sent_per_second, lambda m: bytes_told(m.sent_per_second)),
     Column("heard", lambda m: m.heard_seconds, lambda m: f"{m.heard_seconds:.1f} s"),
     Column("host", lambda m: (m.host,), lambda m: m.host, True),
+    Column("stages busy", lambda m: bubble(m.stages), lambda m: split_told(m.stages)),
 )
 #: The state of members that have died and are waited for.
 DEAD = "dead"
@@ -138,6 +140,7 @@ def facts(member: MemberFigures) -> list[str]:
         + f"; heard of {member.heard_seconds:.1f} s ago, round trip {seconds_told(member.rtt_seconds)}"
     )
     lines.append(f"sends {bytes_told(member.sent_per_second)}/s, receives {bytes_told(member.received_per_second)}/s")
+    lines += pipeline_lines(member.name, member.stages)
     most = sorted(member.peers.items(), key=lambda peer: -peer[1])[:8]
     lines += [f"  to {name}: {bytes_told(rate)}/s" for name, rate in most]
     return lines

@@ -11,9 +11,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from syncline.core.tracing import DATA, SpanBuffer
+from syncline.core.tracing import BACKWARD, DATA, FORWARD, MicroBatch, SpanBuffer
 from syncline.errors import SynclineError
-from syncline.stats import StepTimes, Wait
+from syncline.stats import StageSpan, StepTimes, Wait
 
 PHASES = ("compute", "stage", "wait", "pull")  #: of the worker; the first ones of all that are traced
 
@@ -65,6 +65,9 @@ class StepClock:
         seconds = self._seconds
         return seconds["compute"] + seconds["stage"] + seconds["pull"]
 
+    def computed_in_stages(self, spans: Sequence[StageSpan]) -> None:
+        """A pipeline has made these forwards and backwards; their times are of `time.perf_counter`."""
+
     def made_step(self, samples: int) -> None:
         """Counts a step; `samples`: total so far. Samples and seconds are updated together."""
         self.num_steps += 1
@@ -96,6 +99,13 @@ class TracingClock(StepClock):
         # Where it waited for others meanwhile, laps lie between: the span would lie across them.
         if reading is not None and self._last is not None and self._last <= reading[0]:
             self._spans.add(DATA, self._step("compute"), reading[0], time.perf_counter())
+
+    def computed_in_stages(self, spans: Sequence[StageSpan]) -> None:
+        step = self._step("compute")
+        for span in spans:
+            micro_batch = MicroBatch(span.stage, span.part, span.micro_batch)
+            phase = FORWARD if span.kind == "F" else BACKWARD
+            self._spans.add(phase, step, span.begin, span.end, micro_batch=micro_batch)
 
 
 class ValidationCalled(Exception):  # no error

@@ -26,6 +26,11 @@ def pipeline_lines(name: str, stages: Sequence[StageStats]) -> list[str]:
     ]
 
 
+def split_told(stages: Sequence[StageStats]) -> str:
+    """In a cell of a table: the part of a step in which each stage computes."""
+    return ", ".join(f"{each.utilisation:.0%}" for each in stages)
+
+
 def _waits(stages: Sequence[StageStats]) -> str:
     """Who waits for whom: most of a step passes where one process computes and the others do not."""
     if len(stages) < 2:

@@ -3,7 +3,7 @@
 import { Chart, joined, PALETTE, redrawAll } from "/charts.js";
 import { Curves, get, PHASES, Run, rowsOfMember } from "/figures.js";
 import { Media } from "/media.js";
-import { drawLegend, drawShares, drawSplits, drawStaleness, drawTable } from "/members.js";
+import { drawLegend, drawShares, drawSplits, drawStages, drawStaleness, drawTable } from "/members.js";
 import { draw as drawPicture } from "/picture.js";
 import { bytes, duration, el, fill, number, percent, seconds, when } from "/words.js";
 
@@ -278,6 +278,7 @@ function drawMembers() {
   drawShares($("shares"), members);
   drawLegend($("legend"));
   drawSplits($("splits"), members);
+  drawStages($("stages"), members);
   drawStaleness($("staleness"), run.look?.figures.staleness_counts ?? []);
 }
 

@@ -6,6 +6,9 @@ import { byName, bytes, color, el, fill, keep, number, percent, say, seconds } f
 
 const total = (one) => (one.compute ?? 0) + (one.stage ?? 0) + (one.wait ?? 0) + (one.pull ?? 0);
 
+// Of a step of a pipeline, the part in which this process computes.
+const busy = (stage) => (stage.step_seconds ? stage.busy_seconds / stage.step_seconds : 0);
+
 const COLUMNS = [
   ["member", (one) => one.name, (one) => one.name, "text"],
   ["state", (one) => one.state ?? "", (one) => (one.dead ? "dead" : one.state ?? ""), "text"],
@@ -19,6 +22,7 @@ const COLUMNS = [
   ["memory", (one) => one.memory_bytes ?? 0, (one) => bytes(one.memory_bytes ?? 0)],
   ["GPU", (one) => one.gpu_bytes ?? 0, (one) => (one.gpu_bytes ? bytes(one.gpu_bytes) : ""), "optional"],
   ["sends", (one) => one.sent_per_second ?? 0, (one) => `${bytes(one.sent_per_second ?? 0)}/s`],
+  ["stages busy", (one) => one.stages?.length ?? 0, (one) => (one.stages ?? []).map((stage) => percent(busy(stage))).join(", "), "optional"],
   ["rtt", (one) => one.rtt_seconds ?? 0, (one) => seconds(one.rtt_seconds ?? 0), "hide-phone"],
 ];
 
@@ -102,6 +106,20 @@ export function drawShares(parent, members) {
     row.marks[0].style.width = `${(100 * one.share) / most}%`;
     say(row.name, one.name); say(row.end, percent(one.share));
   });
+}
+
+// A bar for each process of each pipeline; what it does not fill of its row is the bubble.
+export function drawStages(parent, members) {
+  const pipelines = members.filter((one) => one.stages?.length && !one.dead).sort((a, b) => byName(a.name, b.name));
+  const stages = pipelines.flatMap((one) => one.stages.map((stage) => ({ ...stage, worker: one.name })));
+  document.getElementById("stage-card").hidden = !stages.length;
+  keep(parent, stages, (stage) => `${stage.worker} ${stage.stage}`, () => bar(["compute"]), (row, stage) => {
+    row.marks[0].style.width = percent(busy(stage)).replace(" ", "");
+    row.element.title = `${stage.layers}; parameters ${bytes(stage.parameter_bytes ?? 0)}, to other stages ${bytes((stage.sent_bytes ?? 0) / Math.max(1, stage.num_steps))} a step`;
+    say(row.name, `${stage.worker}, stage ${stage.stage}`); say(row.end, percent(busy(stage)));
+  });
+  const free = pipelines.map((one) => `${one.name} ${percent(1 - one.stages.reduce((sum, stage) => sum + busy(stage), 0) / one.stages.length)}`);
+  say(document.getElementById("stage-note"), `of a step, each computes so long; bubble: ${free.slice(0, 8).join(", ")}`);
 }
 
 export function drawStaleness(parent, counts) {

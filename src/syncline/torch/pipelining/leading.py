@@ -79,7 +79,7 @@ class StageLeader:
 
     def __init__(self, job: Job, layers: Layers, loss_fn: LossFunction) -> None:
         assert job.stages is not None
-        self._stages, self._processes = job.stages, job.stages.processes
+        self._job, self._stages, self._processes = job, job.stages, job.stages.processes
         self._blocks = SharedBlocks()
         self._size, self._count = self._stages.num_processes, num_parts(job.config)
         self._group = PipelineGroup(0, self._size)
@@ -369,6 +369,7 @@ class StageLeader:
         for span in spans:
             self.busy_seconds[span.stage] += span.end - span.begin
         self._last_step = began, spans
+        self._job.exchange.times.computed_in_stages(spans)
         for cut, crossing in enumerate(self._crossing[key]):  # activations go down, as many bytes of gradients up
             self._sent_bytes[cut % self._size] += crossing
             self._sent_bytes[(cut + 1) % self._size] += crossing
