@@ -59,6 +59,7 @@ def run_job_on_ray(
     wanted.check()
     with contextlib.ExitStack() as stack:
         rooms: list[Room] = []
+        early = TerminalScreen("", quiet=quiet, as_json=as_json)  # before the job's settings are known
 
         def place(launch: dict[str, Any]) -> dict[str, Any]:
             said = {**configuration.read_toml_here(), **launch}
@@ -72,7 +73,7 @@ def run_job_on_ray(
             least = int(said.get("least_workers") or 0) // _stages(said) or len(workers)
             rooms.extend(ray_cluster.reserve("worker", workers[:least], "PACK"))
             seconds = queue_seconds or float(said.get("start_seconds", JobConfig().start_seconds))
-            ray_cluster.wait_for_room(rooms, seconds, lambda text: print(f"syncline: {text}", flush=True))
+            ray_cluster.wait_for_room(rooms, seconds, lambda text: early.line("launcher", f"syncline: {text}"))
             rooms.extend(ray_cluster.reserve_as_many("worker", workers[least:]))
             return {**launch, **_settings(said, rooms)}
 

@@ -135,11 +135,14 @@ def run(
         "partition": partition, "requeue": requeue or None, "options": engine_options,
     }  # fmt: skip
     asked = {name: value for name, value in asked.items() if value is not None}
+    if log_format not in (None, "text", "json"):
+        raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
+    shown = {"quiet": quiet, "as_json": log_format == "json"}
     step = step_here() if on in (None, "slurm") else None
     if step is not None:
         from syncline.cli.slurm import run_task
 
-        raise typer.Exit(run_task(told, step))
+        raise typer.Exit(run_task(told, step, **shown))
     if on in (None, "slurm"):
         check_not_submitted()
     if on == "slurm":
@@ -151,14 +154,11 @@ def run(
     if asked or (queue_seconds and on != "ray"):
         first = next(iter(asked), "queue_seconds")
         raise ConfigError(f"--{_FLAGS.get(first, first.replace('_', '-'))} is for Slurm: add --on slurm")
-    if log_format not in (None, "text", "json"):
-        raise ConfigError(f"--log-format {log_format!r}: must be one of text, json")
     said_each = {"cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     per_worker = {name: value for name, value in said_each.items() if value is not None}
     if on == "ray":
         from syncline.cli.ray import run_on_ray
 
-        shown = {"quiet": quiet, "as_json": log_format == "json"}
         raise typer.Exit(
             run_on_ray(told, per_worker, queue_seconds or 0.0, detach=detach, sync_code=sync_code, **shown)
         )
@@ -175,7 +175,7 @@ def run(
 
         run_detached(given, config, target)
         raise typer.Exit(0)
-    with TerminalScreen(config.policy, quiet=quiet, as_json=log_format == "json") as screen:
+    with TerminalScreen(config.policy, quiet=quiet, as_json=shown["as_json"]) as screen:
         code = run_job(given, config, target, screen)
     raise typer.Exit(code)
 

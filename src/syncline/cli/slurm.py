@@ -37,7 +37,7 @@ from syncline.store import checkpoints
 from syncline.store.folders import open_folder
 
 
-def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
+def run_task(told: Mapping[str, Any], step: slurm.SlurmStep, *, quiet: bool = False, as_json: bool = False) -> int:
     """One task of srun: the first runs the job, the others are agents. The exit code is the job's."""
     try:
         given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
@@ -59,7 +59,7 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep) -> int:
         except ConfigError:
             exit_code_path(folder, step.job).write_text("2")
             raise
-    with TerminalScreen(config.policy) as screen:
+    with TerminalScreen(config.policy, quiet=quiet, as_json=as_json) as screen:
 
         def say(text: str) -> None:
             screen.line("launcher", f"syncline: {text}")
