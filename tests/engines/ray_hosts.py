@@ -1,7 +1,7 @@
 """A Ray cluster of several hosts on this machine, by the Python that has Ray: `python ray_hosts.py CPUS h1 h2 h3`.
 
 It says its address and that of its dashboard, which takes submitted jobs. Then it reads commands from standard input:
-`lose h2`, `add h2 CPUS`; at the end of the input everything ends. All hosts have the address 127.0.0.1.
+`lose h2`, `add h2 CPUS GPUS [PYTHONPATH]`; at its end everything ends. All hosts have the address 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -70,12 +70,18 @@ class Hosts:
     def dashboard(self) -> str:
         return f"http://{self._cluster.head_node.webui_url}"
 
-    def add(self, name: str, cpus: float) -> None:
+    def add(self, name: str, cpus: float, gpus: int = 0, path: str = "") -> None:
         """Ray gives a host 30 seconds to start, whatever this machine does meanwhile: then it starts again."""
+        more = {
+            "node_name": name,
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "env_vars": {"PYTHONPATH": path} if path else None,
+        }
         for number in range(TRIES):
             before = below([os.getpid()])
             try:
-                self._there[name] = self._cluster.add_node(**_COMMON, node_name=name, num_cpus=cpus, wait=False)
+                self._there[name] = self._cluster.add_node(**_COMMON, **more, wait=False)
                 return
             except Exception:
                 kill([pid for pid in below([os.getpid()]) if pid not in before])
@@ -111,7 +117,7 @@ def main() -> None:
             elif command == "wait":
                 hosts.wait_for(int(words[0]))
             else:
-                hosts.add(words[0], float(words[1]))
+                hosts.add(words[0], float(words[1]), int(words[2]), " ".join(words[3:]))
             print("done", flush=True)
     finally:
         hosts.close()

@@ -18,7 +18,7 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 #: minute to start, whatever the machine does meanwhile.
 _CLUSTER = {
     **LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
 }  # fmt: skip
 
 #: The hosts, and the CPUs of each.
@@ -59,9 +59,10 @@ class RayHosts:
         self.changed[host] = False
         self._tell(f"lose {host}")
 
-    def add(self, host: str, cpus: int = CPUS) -> None:
+    def add(self, host: str, cpus: int = CPUS, gpus: int = 0, path: str = "") -> None:
+        """`gpus`: as many as Ray is told, and hands out by their numbers. `path`: what is found first there."""
         self.changed[host] = True
-        self._tell(f"add {host} {cpus}")
+        self._tell(f"add {host} {cpus} {gpus} {path}")
 
     def wait_for(self, number: int) -> None:
         """Until the cluster counts so many hosts: it notices a lost one after some seconds."""

@@ -21,6 +21,7 @@ from syncline.engines.ray_agents import UNKNOWN_HOST, RayAgents
 from syncline.engines.ray_cluster import SERVER, Room
 from syncline.errors import ConfigError
 from syncline.launch import jobfile
+from syncline.launch.lives import Lives
 from syncline.launch.processes import MemberPlan
 from syncline.net import tcp
 
@@ -38,7 +39,8 @@ class StandIn(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.hangs, self.is_asked, self.answers = "", threading.Event(), threading.Event()
-        self.num_actors = self.num_removed = 0
+        self.num_actors = self.num_removed = self.num_refused = 0
+        self.is_away = False  # the cluster's head
 
     def call(self, name: str, result: Any = None) -> Any:
         if name == self.hangs:
@@ -67,6 +69,9 @@ class StandIn(types.ModuleType):
         return []
 
     def remove(self, group: Any) -> None:
+        if self.is_away:
+            self.num_refused += 1
+            raise ConnectionError("the head does not answer")
         self.num_removed += 1
 
     def group(self, bundles: list[Any], strategy: str) -> Any:
@@ -88,9 +93,11 @@ class Cluster:
         self._file = file
         self._started: list[AgentMember] = []
 
+    def plan(self, name: str) -> MemberPlan:
+        return MemberPlan(role=name.rpartition("-")[0], name=name, host="a", file=self._file)
+
     def start(self, name: str) -> AgentMember:
-        plan = MemberPlan(role=name.rpartition("-")[0], name=name, host="a", file=self._file)
-        process = self.engine.start(plan)
+        process = self.engine.start(self.plan(name))
         assert isinstance(process, AgentMember)
         self._started.append(process)
         return process
@@ -166,6 +173,33 @@ def test_room_that_was_given_back_while_ray_made_it_is_not_kept(ray: StandIn, cl
     assert cluster.engine.watch(process) == -signal.SIGTERM
     ray.answers.set()
     wait_until(lambda: ray.num_removed > 0)
+
+
+def test_room_that_ray_did_not_take_back_is_given_back_later(
+    ray: StandIn, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the cluster's head is away. It would be kept from all other jobs until this one ends."""
+    monkeypatch.setattr(ray_agents, "AGAIN_SECONDS", 0.2)
+    cluster.engine.scale("worker", {})
+    process = cluster.start("worker-1")
+    ray.is_away = True
+    cluster.engine.stop(process, signal.SIGTERM)
+    assert cluster.engine.watch(process) == -signal.SIGTERM
+    wait_until(lambda: ray.num_refused > 1)
+    assert ray.num_removed == 0
+    ray.is_away = False
+    wait_until(lambda: ray.num_removed == 1)
+
+
+def test_a_job_that_cannot_begin_still_ends_in_order(ray: StandIn, cluster: Cluster, tmp_path: pathlib.Path) -> None:
+    """SIGTERM comes before the launcher has heard of a host with other versions: its members are all ended."""
+    screen = types.SimpleNamespace(line=lambda *_: None, progress=lambda *_: None, verdict=lambda *_: None)
+    lives = Lives(screen, tmp_path, cluster.engine, lambda: None)
+    for name in ("worker-0", "server-0"):
+        lives.begin(cluster.plan(name))
+    cluster.hub.fail("host b has syncline 1.0, this host 2.0: install one version")
+    lives.stop(0.1, asks=True)
+    assert lives.alive() == []
 
 
 def test_other_versions_are_named_once_at_the_start(cluster: Cluster) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.engines.clusters import lives, wait_until
-from tests.engines.conftest import COUNTS, STEPS, Engine, counted_once, finished_well
+from tests.engines.conftest import COUNTS, SPREAD, STEPS, Engine, counted_once, finished_well
 from tests.engines.rays import HOSTS, RayHosts, on_ray
 from tests.engines.test_ranks import SUMS, sums_of
 
@@ -35,25 +37,30 @@ def hosts(ray_hosts: RayHosts) -> Iterator[RayHosts]:
 
 
 def test_the_loss_of_a_host_is_a_death_and_its_members_return_elsewhere(ray: Engine, hosts: RayHosts) -> None:
-    """A worker and a server fill each of three hosts; a fourth has room. The launcher's own host, h1, stays."""
-    ray.script(STEPS)
-    words = ["-w", "3", "-s", "3", "--replicas", "2", "--cpus-per-worker", "3", "--name", "loss", "train.py"]
-    process = ray.start(on_ray(*words))
-    for name in ("worker-0", "worker-1", "worker-2"):
-        ray.lives(name, 1, process)
-    pids = {name: int(ray.lives(name, 1, process)[0][0]) for name in ("worker-0", "worker-1", "worker-2")}
+    """A worker and a server fill each of three hosts; a fourth has room. The launcher's own host, h1, stays. What was
+    acknowledged is not lost, and no sample counts twice.
+    """
+    ray.settings(SPREAD)
+    ray.script(COUNTS)
+    words = ["-w", "3", "-s", "3", "--replicas", "2", "--policy", "async", "--cpus-per-worker", "3", "--name", "loss"]
+    process = ray.start(on_ray(*words, "train.py"))
+    names = ("worker-0", "worker-1", "worker-2")
+    pids = {name: int(ray.lives(name, 1, process)[0][0]) for name in names}
+    for name in names:
+        ray.goes_on(name)
     hosts.add("h4")
     hosts.wait_for(4)
+    before = ray.counted()
     hosts.lose("h3")
     wait_until(lambda: not all(map(lives, pids.values())), "no worker was on h3")
     gone = [name for name, pid in pids.items() if not lives(pid)]
     for name in gone:
-        assert float(ray.lives(name, 2, process)[-1][2]) < 0
-        ray.goes_on(name)
+        ray.comes_back(name, before, process)
     ray.end_steps()
     code, output = ray.finish(process)
     assert code == 0 and finished_well(output, 3), output
     assert re.search(r"on h3 is lost \(.*\); with it .*worker-", output), output
+    counted_once(output)
     ray.check_nothing_left()
 
 
@@ -84,6 +91,81 @@ def test_workers_grow_and_shrink_with_the_cluster(ray: Engine, hosts: RayHosts) 
     assert "hosts have joined the Ray cluster: 4 workers from now on" in output, output
     assert "5 workers from now on" not in output, output
     counted_once(output)
+    ray.check_nothing_left()
+
+
+#: A host with another syncline: what is installed there says so.
+OTHER_VERSION = """
+import importlib.metadata as metadata
+installed = metadata.version
+metadata.version = lambda name: "9.9" if name == "syncline" else installed(name)
+"""
+
+
+def test_a_host_that_joins_with_another_version_is_named_and_left_out(ray: Engine, hosts: RayHosts) -> None:
+    """That is no death of a member, which would start there again and again: it waits for room on another host."""
+    other = ray.folder / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(OTHER_VERSION)
+    path = os.pathsep.join(filter(None, [str(other), os.environ.get("PYTHONPATH")]))
+    ray.script(STEPS)
+    words = on_ray("-w", "1:5", "--cpus-per-worker", "3", "--name", "other", "train.py")
+    process = ray.start(["sh", "-c", f"exec {shlex.join(words)} > shown 2>&1"])
+    shown = ray.folder / "shown"
+    for name in ("worker-0", "worker-1", "worker-2"):
+        ray.lives(name, 1, process)
+    hosts.add("h4", path=path)
+    wait_until(lambda: "worker-3 waits for room on another host" in shown.read_text(), "h4 was not named")
+    hosts.add("h5")
+    ray.lives("worker-3", 1, process)
+    ray.goes_on("worker-3")
+    ray.end_steps()
+    code, _ = ray.finish(process)
+    output = shown.read_text()
+    assert code == 0 and finished_well(output, 4), output
+    told = r"host h4 of the Ray cluster cannot start members: host h4 has syncline 9\.9, this host \S+: install one"
+    assert len(re.findall(told, output)) == 1, output
+    assert "starts again" not in output and "is lost" not in output, output
+    code, output = ray.run(on_ray("-w", "5", "--cpus-per-worker", "3", "train.py"))  # with one on h4
+    assert code == 2 and "host h4 has syncline 9.9" in output and "was killed" not in output, output
+    ray.check_nothing_left()
+
+
+#: Each life leaves its device, and the GPU that this is, in the place of its node.
+GPUS = STEPS.replace(
+    'os.environ.get("SLURMD_NODENAME", "-")', "f\"{job.device}={os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\""
+)
+
+
+def raylet_of(member: int) -> str:
+    """Ray's process on the host of this member: the agent's parent."""
+    above = member
+    for _ in range(2):
+        above = int(pathlib.Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()[1])
+    assert "raylet" in pathlib.Path(f"/proc/{above}/cmdline").read_text()
+    return str(above)
+
+
+def test_workers_have_gpus_of_their_own_and_servers_are_spread(ray: Engine, hosts: RayHosts) -> None:
+    """Two hosts with two GPUs, as far as Ray counts: two workers are packed on one of them, four need both."""
+    hosts.add("h4", gpus=2)
+    hosts.add("h5", gpus=2)
+    hosts.wait_for(5)
+    ray.script(GPUS)
+    for workers, places in ((2, 1), (4, 2)):
+        names = [f"worker-{rank}" for rank in range(workers)]
+        process = ray.start(on_ray("-w", str(workers), "-s", "2", "train.py"))
+        lives = [ray.lives(name, 1, process)[0] for name in names]
+        gpus = [(raylet_of(int(pid)), device) for pid, device, _ in lives]
+        servers = [raylet_of(pid) for number in range(2) for pid in ray.members(f"server-{number}")]
+        ray.end_steps()
+        code, output = ray.finish(process)
+        assert code == 0 and finished_well(output, workers), output
+        assert len(set(gpus)) == workers and len({host for host, _ in gpus}) == places, gpus
+        assert {device for _, device in gpus} == {"cuda:0=0", "cuda:0=1"}, gpus
+        assert len(servers) == len(set(servers)) == 2, servers
+        for path in (*ray.folder.glob("*.here"), ray.folder / "end"):
+            path.unlink()
     ray.check_nothing_left()
 
 

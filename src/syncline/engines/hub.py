@@ -179,6 +179,7 @@ class Hub:
         self._awaited: dict[int, list[_Awaiting]] = {}  # by the numbers of their agents
         self._by_endpoint: dict[Endpoint, AgentHere] = {}
         self._trouble: str = ""
+        self._refused: dict[int, str] = {}  # agents with other versions, by their numbers
         self._num_members, self._closed = 0, False
         identity = tcp.Identity(file.job, file.token_bytes, Peer("launcher", "launcher", 0))
         self._stamp = Stamp(file.job)
@@ -273,6 +274,7 @@ class Hub:
         there, here = InstalledVersions(message.python, message.syncline, message.torch), versions_here()
         if trouble := differing(there, here, message.host):
             with self._lock:
+                self._refused[message.number] = trouble
                 self._trouble = self._trouble or trouble
                 self._lock.notify_all()
             raise ConfigError(trouble)
@@ -396,6 +398,11 @@ class Hub:
                 del self._by_endpoint[agent.endpoint]
         if agent is not None:
             agent.endpoint.mention(wire.EndAgent(0))
+
+    def refusal(self, number: int) -> str:
+        """Why the agent of this number was refused: other versions are on its host. Empty: it was not."""
+        with self._lock:
+            return self._refused.get(number, "")
 
     def is_there(self, number: int) -> bool:
         """Whether the agent of this number is."""

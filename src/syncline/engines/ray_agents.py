@@ -25,7 +25,18 @@ from syncline.core.wire.control import Scale
 from syncline.core.wire.message import Done
 from syncline.engines.agent import Agent, AgentPlan
 from syncline.engines.hub import AgentMember, Hub
-from syncline.engines.ray_cluster import Room, find, host_names, last_line, num_on, ray_module, release, reserve, told
+from syncline.engines.ray_cluster import (
+    Room,
+    find,
+    host_names,
+    last_line,
+    node_of,
+    num_on,
+    ray_module,
+    release,
+    reserve,
+    told,
+)
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.jobfile import JobFile
 from syncline.launch.processes import MemberPlan, MemberProcess, start_member
@@ -129,6 +140,9 @@ class RayAgents:
         self._hub, self._file, self._mark, self._seconds, self._say = hub, file, mark, seconds, say
         self._held = [_Held(room, name) for name, room in rooms.items()]
         self._unwanted: list[Room] = []  # to be given back to Ray
+        self._release_at = 0.0  # not before: Ray has not taken it
+        self._left: list[Room] = []  # of groups that other members use, on hosts that cannot start members
+        self._avoided: set[str] = set()  # Ray's ids of these hosts
         self._bundles = {room.role: room.bundle for room in rooms.values()}
         self._num_agents, self._trouble = 0, ""
         self._holder = ray_module().remote(Holder)
@@ -230,12 +244,17 @@ class RayAgents:
     def _reserve(self) -> None:
         """Room that members need beside those of the start; and back to Ray what is not needed any more."""
         with self._lock:
-            unwanted, self._unwanted = self._unwanted, []
+            unwanted: list[Room] = []
+            if time.monotonic() >= self._release_at:
+                unwanted, self._unwanted = self._unwanted, []
             fresh = [held for held in self._held if held.room.group is None]
             lost = [held for held in self._held if not held.room.host and held not in fresh]
-        release([room for room in unwanted if room.group is not None])
+        if kept := release([room for room in unwanted if room.group is not None]):
+            with self._lock:
+                self._unwanted += kept
+                self._release_at = time.monotonic() + AGAIN_SECONDS
         for held in fresh:
-            (room,) = reserve(held.room.role, [held.room.bundle], "PACK")
+            (room,) = reserve(held.room.role, [held.room.bundle], "PACK", self._avoided)
             with self._lock:
                 held.room.group = room.group
                 if held not in self._held:  # it was given back meanwhile
@@ -306,20 +325,24 @@ class RayAgents:
             held, number = self._looks[ref] if is_look else self._runs[ref]
             is_old = number != held.number  # of an actor that has been replaced
         again_at: float | None = None
-        why, answer = "", None
+        why, answer, is_unfit = "", None, False
         try:
             answer = ray.get(ref) if not is_old else None
         except (errors.RayTaskError, errors.RuntimeEnvSetupError) as error:  # it would happen again
             why = last_line(error)
         except errors.RayError as error:  # its process or its host is gone
             if getattr(error, "actor_init_failed", False):  # no syncline there: it would happen again
-                why = last_line(error)
+                why, is_unfit = last_line(error), True
             again_at = time.monotonic() + AGAIN_SECONDS
         else:
             if not is_look and not is_old:
                 why = str(answer or "its agent has ended")
         if answer is not None and is_look:
             self._come(held, number, *answer)
+        if refusal := self._hub.refusal(number):
+            why, is_unfit = refusal, True
+        if is_unfit and self._has_begun:
+            self._move_away(held, number, why)
         with self._lock:
             (self._looks if is_look else self._runs).pop(ref)
             if number != held.number:
@@ -339,6 +362,29 @@ class RayAgents:
         run = actor.hold.remote(msgspec.json.encode(plan), self._seconds)
         with self._lock:
             self._runs[run] = (held, number)
+
+    def _move_away(self, held: _Held, number: int, why: str) -> None:
+        """A host that has joined the cluster cannot start members, and never will: its member waits for another one.
+        Before the job has begun, this ends it instead.
+        """
+        key = node_of(held.room)
+        host = host_names().get(key, held.room.host)
+        with self._lock:
+            process = held.process
+            if number != held.number or not key or process is None or not process.waits:
+                return
+            is_known, actor = key in self._avoided, held.actor
+            self._avoided.add(key)
+            (self._unwanted if held.room.is_single else self._left).append(held.room)
+            held.room = Room(held.room.role, None, 0, held.room.bundle, is_single=True)
+            held.actor, held.is_told = None, False
+            self._order(held)
+            self._hub.move(process, held.number)
+        if not is_known:
+            self._say(f"host {host} of the Ray cluster cannot start members: {why}. The job does without it")
+        self._say(f"{held.name} waits for room on another host")
+        if actor is not None:
+            ray_module().kill(actor)
 
     def _look_after_waiting(self, now: float) -> None:
         """Members whose agents are not there: Ray is asked again, and the user told."""
@@ -380,7 +426,8 @@ class RayAgents:
         self._watcher.join(END_SECONDS)
         ray = ray_module()
         with self._lock:
-            refs, rooms = list(self._runs), [held.room for held in self._held] + self._unwanted
+            rooms = [*(held.room for held in self._held), *self._unwanted, *self._left]
+            refs = list(self._runs)
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=END_SECONDS)
         release([room for room in rooms if room.group is not None])

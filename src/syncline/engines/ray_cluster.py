@@ -10,7 +10,7 @@ import logging
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ REACH_SECONDS = 5.0
 _LOOK_SECONDS, _PATIENT_SECONDS = 0.2, 5.0
 #: For room that a job can begin without.
 _SOON_SECONDS = 2.0
+#: The label by which Ray knows each host.
+NODE_LABEL = "ray.io/node-id"
 #: Set by `ray job submit`: the runtime environment of the submitted job, as JSON.
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 #: Never part of the working folder on other hosts.
@@ -201,11 +203,17 @@ def told(bundle: Mapping[str, float]) -> str:
     )
 
 
-def reserve(role: str, bundles: Sequence[Mapping[str, float]], strategy: str) -> list[Room]:
-    """Asks Ray for room, all of it or none; it is there once `wait_for_room` says so."""
+def reserve(
+    role: str, bundles: Sequence[Mapping[str, float]], strategy: str, avoided: Collection[str] = ()
+) -> list[Room]:
+    """Asks Ray for room, all of it or none; it is there once `wait_for_room` says so. `avoided`: Ray's ids of hosts
+    that it is not on.
+    """
     ray_module()
     groups = importlib.import_module("ray.util.placement_group")
-    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy)
+    where = [{NODE_LABEL: f"!in({','.join(sorted(avoided))})"}] * len(bundles)
+    elsewhere = {"bundle_label_selector": where} if avoided else {}
+    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy, **elsewhere)
     return [Room(role, group, k, bundle, is_single=len(bundles) == 1) for k, bundle in enumerate(bundles)]
 
 
@@ -230,6 +238,12 @@ def find(rooms: Sequence[Room], seconds: float = 0.0) -> bool:
             if room.group == group:
                 room.host = names.get(where.get(room.index, ""), "")
     return all(room.host for room in rooms)
+
+
+def node_of(room: Room) -> str:
+    """Ray's id of the host that this room is on; empty: there is none now."""
+    table = importlib.import_module("ray.util.placement_group").placement_group_table
+    return str(table(room.group).get("bundles_to_node_id", {}).get(room.index, ""))
 
 
 def wait_for_room(rooms: Sequence[Room], seconds: float, say: Callable[[str], None]) -> None:
@@ -281,9 +295,13 @@ def last_line(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def release(rooms: Sequence[Room]) -> None:
-    """Gives room back; Ray ends what runs there."""
+def release(rooms: Sequence[Room]) -> list[Room]:
+    """Gives room back; Ray ends what runs there. Returns what Ray did not take, as while its head is away."""
     remove = importlib.import_module("ray.util.placement_group").remove_placement_group
+    kept = []
     for group in {room.group for room in rooms}:
-        with contextlib.suppress(Exception):  # the cluster may be gone
+        try:
             remove(group)
+        except Exception:  # the cluster may be gone
+            kept += [room for room in rooms if room.group == group]
+    return kept

@@ -149,7 +149,8 @@ class Lives:
     # -- all of them --------------------------------------------------------------------------------------
 
     def alive(self) -> list[Life]:
-        return [life for life in self.values() if self._engine.watch(life.process) is None]
+        """Not by the engine's `watch`, which may say that the job cannot begin: this is also asked while it ends."""
+        return [life for life in self.values() if life.process.poll() is None]
 
     def kill_all(self) -> None:
         for life in self.values():
