@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
+import threading
 from typing import Any
 
 import msgspec
@@ -26,7 +27,15 @@ from syncline.engines.slurm import (
     step_of,
     warn_of_gpus,
 )
-from syncline.engines.slurm_submit import Following, Wanted, ask, batch_script, limit_seconds, note_start
+from syncline.engines.slurm_submit import (
+    Following,
+    Wanted,
+    ask,
+    batch_script,
+    leave_no_empty_job,
+    limit_seconds,
+    note_start,
+)
 from syncline.errors import ConfigError
 from syncline.launch.forkserver import ForkServer
 from syncline.launch.running import Script
@@ -106,6 +115,37 @@ def test_a_step_on_one_node_stays_on_loopback() -> None:
 def test_tasks_with_a_gpu_each_are_told_to_share() -> None:
     assert "srun --gpu-bind=none" in warn_of_gpus(step(), 1)
     assert warn_of_gpus(step(), 0) == warn_of_gpus(step(), 2) == ""
+
+
+def test_an_empty_job_is_requeued_by_one_of_its_tasks(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tasks lose their launcher with the first node. What Slurm is told twice it may do twice."""
+    (tmp_path / "restarts").write_text("0")
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n'
+        f"[ $1 = requeue ] && echo 1 > {tmp_path}/restarts\n"
+        f'echo "JobState=RUNNING Requeue=1 Restarts=$(cat {tmp_path}/restarts) BatchFlag=1"\n'
+    )
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, seconds in (("SILENT_SECONDS", 0.1), ("LOOK_SECONDS", 0.04), ("TURN_SECONDS", 0.5)):
+        monkeypatch.setattr(f"syncline.engines.slurm_submit.{name}", seconds)
+    (tmp_path / "alive.7").touch()
+    said: list[str] = []
+    tasks = [
+        threading.Thread(
+            target=leave_no_empty_job, args=(tmp_path, "7", said.append), kwargs={"turn": turn, "restart": "0"}
+        )
+        for turn in (1, 2, 3)
+    ]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join(PATIENCE)
+    asked = (tmp_path / "asked").read_text().split("\n")
+    assert asked.count("requeue 7") == len(said) == 1, (asked, said)
+    assert asked.count("--oneliner show job 7") == 3
 
 
 def script_of(wanted: Wanted, *, saves: bool = False) -> str:
@@ -270,6 +310,20 @@ def test_a_job_that_slurm_has_forgotten_has_its_own_exit_code(
     (tmp_path / "exit-code.7").unlink()
     with pytest.raises(ConfigError, match=r"does not know job 7 any more; its output is in .*slurm-7.out"):
         controller.follow()
+
+
+def test_a_host_without_slurm_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("sys.argv", ["syncline", "run", "--on", "slurm", "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and "sbatch, squeue, scontrol, scancel not found" in told, told
+    assert "login node" in told and not (tmp_path / "runs").exists()
 
 
 def test_a_command_of_slurm_that_is_gone_is_named() -> None:

@@ -120,7 +120,7 @@ def _lost(step: slurm.SlurmStep, folder: pathlib.Path) -> None:
             file.write(f"syncline: {text}\n")
 
     if is_submitted():
-        leave_no_empty_job(folder, step.job, say)
+        leave_no_empty_job(folder, step.job, say, turn=step.task, restart=step.restart)
 
 
 def _with_toml(launch: Mapping[str, Any]) -> dict[str, Any]:

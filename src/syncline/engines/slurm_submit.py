@@ -25,6 +25,8 @@ EXIT_CODE = "exit-code"
 BEAT, BEAT_SECONDS, SILENT_SECONDS = "alive", 5, 60.0
 #: Between two looks at the queue; for one answer of Slurm; and for a controller that restarts to answer again.
 LOOK_SECONDS, ANSWER_SECONDS, RESTART_SECONDS = 1.0, 60.0, 60.0
+#: Between two tasks that look whether their job is empty; after so many turns the rest look at once.
+TURN_SECONDS, MOST_TURNS = 2.0, 15
 #: Between SIGTERM and the end of the time limit. Slurm sends signals up to a minute early: a limit that is to leave
 #: time for steps is longer than both together.
 WARN_SECONDS, LEAST_LIMIT_SECONDS = 120, 300
@@ -146,17 +148,21 @@ def step_command(command: Sequence[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", *command]
 
 
-def leave_no_empty_job(folder: pathlib.Path, job: str, say: Callable[[str], None]) -> None:
+def leave_no_empty_job(
+    folder: pathlib.Path, job: str, say: Callable[[str], None], *, turn: int, restart: str
+) -> None:
     """In a task that has lost its launcher: where the first node is lost, with the batch shell, Slurm would keep the
-    job running (`--no-kill`), with nothing in it. It is requeued, if it may be, else it ends.
+    job running (`--no-kill`), with nothing in it. It is requeued, if it may be, else it ends. All other tasks come
+    here too, each at its `turn`, and most of them find that it is done. `restart`: how often Slurm had requeued it.
     """
     clock, before = AwakeClock(), _beat(folder, job)
     while clock.seconds() < SILENT_SECONDS:
         if not before or _beat(folder, job) != before:
             return  # the shell lives, or has ended: it ends the job
         time.sleep(LOOK_SECONDS / 4)
+    time.sleep(min(turn, MOST_TURNS) * TURN_SECONDS)
     known = ask_patiently(["scontrol", "--oneliner", "show", "job", job]).stdout
-    if "JobState=RUNNING" not in known:
+    if "JobState=RUNNING" not in known or f"Restarts={restart} " not in known:
         return
     if "Requeue=1" in known:
         say(f"the first node of job {job} is lost; the job is requeued and goes on from its checkpoint")
