@@ -46,10 +46,13 @@ SlurmdTimeout=10
 KillWait=20
 MinJobAge=600
 UnkillableStepTimeout=120
-NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=16 RealMemory=2000
+GresTypes=gpu
+NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=16 RealMemory=2000 Gres=gpu:2
 PartitionName=main Nodes=n[1-4] Default=YES MaxTime=60 State=UP OverSubscribe=NO
 PartitionName=short Nodes=n[1-4] MaxTime=1 State=UP
 """
+#: Each node has two GPUs as far as Slurm counts them: it hands out their numbers, and nobody opens these files.
+GRES = "Name=gpu File={folder}/gpu[0-1] Flags=nvidia_gpu_env\n"
 NODES = ("n1", "n2", "n3", "n4")
 
 
@@ -76,6 +79,9 @@ class Cluster:
         first, host = _free_ports(len(NODES) + 1), socket.gethostname()
         text = CONFIG.format(host=host, folder=folder, port=first, first=first + 1, last=first + len(NODES))
         (folder / "slurm.conf").write_text(text)
+        (folder / "gres.conf").write_text(GRES.format(folder=folder))
+        for number, device in enumerate(("/dev/null", "/dev/zero")):  # Slurm takes devices only
+            (folder / f"gpu{number}").symlink_to(device)
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{SBIN}"}
         key = folder / "munge.key"
         key.touch(mode=0o600)

@@ -95,6 +95,18 @@ def two_ranks(kind: str, *command: str) -> list[str]:
     return mpirun(kind, 2, *command)
 
 
+#: Fixtures that stand for a cluster, each of which one process starts.
+CLUSTERS = {"ray_hosts": "ray", "cluster": "slurm"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test-engines` runs two tests at a time, which mostly wait: those of one cluster one after the other."""
+    for item in items:
+        for name in CLUSTERS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(CLUSTERS[name]))
+
+
 class Engine:
     """Starts commands in a folder of its own, and sees that nothing of them is left."""
 
@@ -168,6 +180,15 @@ class Engine:
 
         wait_until(are_there, f"{name} has not come {number} times")
         return [path.read_text().split() for path in found]
+
+    def comes_back(self, name: str, before: int, process: subprocess.Popen[str]) -> list[str]:
+        """Waits for the second life of a worker of `COUNTS`, and for steps of it: the job still has the samples that
+        were counted before.
+        """
+        again = self.lives(name, 2, process)[-1]
+        assert -float(again[2]) >= before > 0, "what was acknowledged is lost"
+        self.goes_on(name)
+        return again
 
     def goes_on(self, name: str) -> None:
         """Waits until this worker has made ten more of `STEPS`."""

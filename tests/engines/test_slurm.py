@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Sequence
 
 import pytest
@@ -52,18 +51,42 @@ def test_a_batch_job_is_followed_to_its_end(slurm: Engine) -> None:
     slurm.check_nothing_left()
 
 
+#: Which GPU of which node each worker has. `torch` counts those that Slurm lets it see: this machine has none.
+GPUS = """
+    import os, sys
+    import syncline
+    visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    if COUNTS:
+        sys.modules.pop("torch")  # is left out of other tests
+        import torch
+        torch.cuda.device_count = lambda: len(visible)
+    job = syncline.init()
+    kind, number = str(job.device).split(":")
+    print("GPU", kind, os.environ["SLURMD_NODENAME"], visible[int(number)], flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["srun", "a task each", "--on slurm"])
+def test_every_worker_has_a_gpu_of_its_own(slurm: Engine, way: str) -> None:
+    """On two nodes with two GPUs each. Slurm shows them to all tasks of a node, or to each task its own."""
+    slurm.script(GPUS.replace("COUNTS", str(way != "a task each")))
+    words = {
+        "srun": ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-node=2", "syncline", "run", "train.py"],
+        "a task each": ["srun", "-N2", "-n4", "--gpus-per-task=1", "syncline", "run", "train.py"],
+        "--on slurm": batch("--nodes", "2", "--gpus-per-node", "2", "train.py"),
+    }[way]
+    code, output = slurm.run(words)
+    assert code == 0 and finished_well(output, 4), output
+    found = sorted(re.findall(r"GPU (\w+) (n\d) (\d)", output))
+    nodes = sorted({node for _, node, _ in found})
+    assert len(nodes) == 2 and found == [("cuda", node, number) for node in nodes for number in "01"], output
+    slurm.check_nothing_left()
+
+
 def of_counts(slurm: Engine) -> None:
     """A script that counts its samples, and settings by which every server has a part of the counts."""
     slurm.settings(f'bind = "127.0.0.1"\n{SPREAD}')
     slurm.script(COUNTS)
-
-
-def comes_back(slurm: Engine, name: str, before: int, process: subprocess.Popen[str]) -> list[str]:
-    """Waits for the second life of this worker, and for steps of it: the job still has what was counted before."""
-    again = slurm.lives(name, 2, process)[-1]
-    assert -float(again[2]) >= before > 0, "what was acknowledged is lost"
-    slurm.goes_on(name)
-    return again
 
 
 def test_a_killed_worker_and_a_killed_server_come_back(slurm: Engine) -> None:
@@ -76,7 +99,7 @@ def test_a_killed_worker_and_a_killed_server_come_back(slurm: Engine) -> None:
     slurm.check_secrets()
     before = slurm.counted()
     os.kill(pid, signal.SIGKILL)
-    comes_back(slurm, "worker-1", before, process)
+    slurm.comes_back("worker-1", before, process)
     (server,) = slurm.members("server-1")
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: [pid for pid in slurm.members("server-1") if pid != server] != [], "no server came back")
@@ -104,7 +127,7 @@ def test_the_loss_of_a_node_is_a_death_and_its_members_start_elsewhere(slurm: En
     before = slurm.counted()
     cluster.lose(lost)
     try:
-        again = comes_back(slurm, "worker-2", before, process)
+        again = slurm.comes_back("worker-2", before, process)
         assert again[1] != lost
         slurm.end_steps()
         code, output = slurm.finish(process)
@@ -214,7 +237,7 @@ def test_what_the_cluster_does_not_have_is_named_at_once(slurm: Engine) -> None:
     script = slurm.script(SUMS)
     for words, said in (
         (["--nodes", "9"], r"Slurm does not take the job: .*[Nn]ode|will not start job \d+: PartitionNodeLimit"),
-        (["--nodes", "1", "--gpus-per-node", "8"], r"Slurm does not take the job: .*gres|generic resource"),
+        (["--nodes", "1", "--gpus-per-node", "8"], r"Slurm does not take the job: .*node configuration"),
         (["--nodes", "1", "--partition", "nowhere"], r"Slurm does not take the job: .*partition"),
         (["--nodes", "1", "--partition", "short", "--time", "50"], r"PartitionTimeLimit|time limit"),
         (["--nodes", "1", "--requeue"], r"--requeue goes on from a checkpoint: add --checkpoint DIR"),
@@ -223,6 +246,28 @@ def test_what_the_cluster_does_not_have_is_named_at_once(slurm: Engine) -> None:
         code, output = slurm.run(batch(*words, script))
         assert code == 2 and re.search(said, output), output
         assert "Traceback" not in output
+
+
+def test_a_controller_that_is_not_there_is_named(slurm: Engine, cluster: Cluster) -> None:
+    conf = (cluster.folder / "slurm.conf").read_text()
+    (slurm.folder / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=9", conf))
+    away = {"SLURM_CONF": str(slurm.folder / "slurm.conf")}
+    code, output = slurm.run(batch("--nodes", "1", slurm.script(SUMS)), away)
+    assert code == 2 and "Slurm does not take the job: " in output and "Unable to contact" in output, output
+    assert "Traceback" not in output
+
+
+def test_a_node_with_another_version_is_named_at_the_start(slurm: Engine) -> None:
+    """A python of its own says that it is another one. The job does not begin, and does not wait for a deadline."""
+    other = slurm.folder / "other"
+    other.mkdir()
+    lines = ("import platform, sys", "sys.modules['torch'] = None", "platform.python_version = lambda: '3.9.18'")
+    (other / "sitecustomize.py").write_text("\n".join(lines))
+    words = f"[ $SLURM_PROCID = 1 ] && export PYTHONPATH={other}:$PYTHONPATH; exec syncline run {slurm.script(SUMS)}"
+    code, output = slurm.run(["srun", "-N2", "-n2", "sh", "-c", words])
+    assert code != 0 and re.search(r"host n\d has Python 3\.9\.18, this host 3\.", output), output
+    assert "worker-1 of 2" not in output, output
+    slurm.check_nothing_left()
 
 
 def test_a_job_that_stays_in_the_queue_says_what_it_waits_for(slurm: Engine, cluster: Cluster) -> None:

@@ -112,9 +112,23 @@ def test_a_step_on_one_node_stays_on_loopback() -> None:
     assert address(step(SLURM_STEP_NODELIST="n1", SLURM_STEP_TASKS_PER_NODE="4")) == "127.0.0.1"
 
 
-def test_tasks_with_a_gpu_each_are_told_to_share() -> None:
-    assert "srun --gpu-bind=none" in warn_of_gpus(step(), 1)
-    assert warn_of_gpus(step(), 0) == warn_of_gpus(step(), 2) == ""
+def test_workers_of_tasks_with_gpus_of_their_own_take_the_first_one_that_they_see() -> None:
+    """`--gpus-per-task=1` on a node with four: each task sees one, and calls it 0."""
+    for gpus, visible, device in (
+        ("2", 1, "cuda:0"),
+        ("4", 2, "cuda:0"),
+        ("2", 2, None),
+        ("1", 1, None),
+        ("", 0, None),
+    ):
+        of_node = step(SLURM_GPUS_ON_NODE=gpus)
+        assert placed({"bind": "127.0.0.1"}, of_node, visible).get("device") == device, (gpus, visible)
+        assert placed({"bind": "127.0.0.1", "device": "cpu"}, of_node, visible)["device"] == "cpu"
+
+
+def test_too_few_gpus_for_the_tasks_of_a_node_are_named() -> None:
+    assert "n2 has 2 tasks, and each sees 1 GPU" in warn_of_gpus(step(SLURM_GPUS_ON_NODE="1"), 1)
+    assert warn_of_gpus(step(), 0) == warn_of_gpus(step(), 2) == warn_of_gpus(step(SLURM_GPUS_ON_NODE="2"), 1) == ""
 
 
 def test_an_empty_job_is_requeued_by_one_of_its_tasks(

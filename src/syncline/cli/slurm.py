@@ -39,8 +39,9 @@ from syncline.store.folders import open_folder
 
 def run_task(told: Mapping[str, Any], step: slurm.SlurmStep, *, quiet: bool = False, as_json: bool = False) -> int:
     """One task of srun: the first runs the job, the others are agents. The exit code is the job's."""
+    num_gpus = configuration.num_gpus()
     try:
-        given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step))
+        given, config, target = prepare(told, lambda launch: slurm.placed(_with_toml(launch), step, num_gpus))
         if step.task:
             folder = pathlib.Path(config.runs) / config.name
             with loading(
@@ -64,7 +65,7 @@ def run_task(told: Mapping[str, Any], step: slurm.SlurmStep, *, quiet: bool = Fa
         def say(text: str) -> None:
             screen.line("launcher", f"syncline: {text}")
 
-        if warning := slurm.warn_of_gpus(step, configuration.num_gpus()):
+        if warning := slurm.warn_of_gpus(step, num_gpus):
             say(warning)
         with loading(config, target, say) as fork_server, slurm.leading(step, config, say) as hub:
             code = run_job(
@@ -125,7 +126,7 @@ def _lost(step: slurm.SlurmStep, folder: pathlib.Path) -> None:
 
 def _with_toml(launch: Mapping[str, Any]) -> dict[str, Any]:
     """What syncline.toml says of places counts here too; the command line wins."""
-    names = ("workers", "least_workers", "most_workers", "stages", "bind", "hosts")
+    names = ("workers", "least_workers", "most_workers", "stages", "bind", "hosts", "device")
     toml = {name: value for name, value in configuration.read_toml_here().items() if name in names}
     return {**toml, **launch}
 

@@ -43,10 +43,16 @@ class SlurmStep(msgspec.Struct, frozen=True, kw_only=True):
     task: int
     host: str  #: this task's node
     hosts: dict[str, int]  #: the step's nodes in order, with their numbers of tasks
+    num_gpus: int = 0  #: that the job has on this task's node
 
     @property
     def num_tasks(self) -> int:
         return sum(self.hosts.values())
+
+    def has_gpus_per_task(self, num_visible: int) -> bool:
+        """Whether Slurm has shared out this node's GPUs among its tasks, so that each sees its own only."""
+        here = self.hosts.get(self.host, 1)
+        return here > 1 and 0 < num_visible * here <= self.num_gpus
 
     @property
     def title(self) -> str:
@@ -57,7 +63,7 @@ def step_of(environment: Mapping[str, str]) -> SlurmStep | None:
     """The step that has started this process. None: no step has; a batch script or a shell of salloc has no task."""
     names = expand(environment.get("SLURM_STEP_NODELIST", ""))
     counts = expand_counts(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    task = environment.get("SLURM_PROCID", "")
+    task, gpus = environment.get("SLURM_PROCID", ""), environment.get("SLURM_GPUS_ON_NODE", "")
     if not names or len(names) != len(counts) or not task.isdecimal():
         return None
     return SlurmStep(
@@ -67,6 +73,7 @@ def step_of(environment: Mapping[str, str]) -> SlurmStep | None:
         task=int(task),
         host=environment.get("SLURMD_NODENAME", names[0]),
         hosts=dict(zip(names, counts, strict=True)),
+        num_gpus=int(gpus) if gpus.isdecimal() else 0,
     )
 
 
@@ -106,8 +113,10 @@ def expand_counts(text: str) -> list[int]:
     return found
 
 
-def placed(launch: Mapping[str, Any], step: SlurmStep) -> dict[str, Any]:
-    """The settings with the step's nodes as hosts: a worker per task, or as many as were said, spread over them."""
+def placed(launch: Mapping[str, Any], step: SlurmStep, num_visible: int = 0) -> dict[str, Any]:
+    """The settings with the step's nodes as hosts: a worker per task, or as many as were said, spread over them.
+    `num_visible`: GPUs that this task sees.
+    """
     if launch.get("hosts"):
         raise ConfigError(f"-H {launch['hosts']} and a step of srun: its nodes are the hosts; leave out -H")
     stages = max(1, int(launch.get("stages") or 1))
@@ -122,6 +131,8 @@ def placed(launch: Mapping[str, Any], step: SlurmStep) -> dict[str, Any]:
         shares = [groups // len(step.hosts) + (k < groups % len(step.hosts)) for k in range(len(step.hosts))]
         counts = {host: share * stages for host, share in zip(step.hosts, shares, strict=True) if share}
     known = {"workers": 0 if most else wanted, "hosts": ",".join(f"{host}:{count}" for host, count in counts.items())}
+    if step.has_gpus_per_task(num_visible) and "device" not in launch:
+        known["device"] = "cuda:0"  # each member sees its own only
     return {**launch, **known, **({} if launch.get("bind") else {"bind": address(step)})}
 
 
@@ -231,12 +242,12 @@ def _remove_stale(step: SlurmStep, runs: str) -> None:
             _remove(folder)
 
 
-def warn_of_gpus(step: SlurmStep, num_gpus: int) -> str:
-    """Workers of a node share its GPUs; Slurm may have given each task its own."""
+def warn_of_gpus(step: SlurmStep, num_visible: int) -> str:
+    """Workers of a node share its GPUs, where Slurm has not shared them out; there may be too few."""
     here = step.hosts.get(step.host, 1)
-    if 0 < num_gpus < here:
+    if 0 < num_visible < here and not step.has_gpus_per_task(num_visible):
         return (
-            f"{step.host} has {counted(here, 'task')}, and each sees {counted(num_gpus, 'GPU')}: workers of a node "
-            "share its GPUs, so let each task see all of them: srun --gpu-bind=none"
+            f"{step.host} has {counted(here, 'task')}, and each sees {counted(num_visible, 'GPU')}: too few for one "
+            "each, so workers compute on the CPU; ask for as many GPUs as tasks, e.g. srun --gpus-per-task=1"
         )
     return ""
