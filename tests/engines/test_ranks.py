@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import signal
+import time
 
 import pytest
 from tests.engines.conftest import STEPS, Engine, finished_well, mpirun, torchrun, two_ranks
@@ -54,6 +55,23 @@ def sums_of(output: str, ranks: int) -> None:
 def sums_are_right(output: str, ranks: int) -> None:
     sums_of(output, ranks)
     assert output.count("the death of any rank ends the job: ") == 1, output
+
+
+def test_ranks_join_a_job_that_was_started_by_hand(engine: Engine) -> None:
+    """`SYNCLINE_JOB` names its job file; rank 0 starts no coordinator and no server then."""
+    engine.leave_out_torch()
+    script, file = engine.script(SUMS), "job.json"
+    roles = [engine.start(["syncline", "coordinator", "--job", file, "-w", "2"])]
+    engine.wait_for(file, *roles)
+    roles.append(engine.start(["syncline", "server", "--job", file]))
+    command = mpirun("mpirun.openmpi", 2, "python", script)
+    code, output = engine.run(command, {"SYNCLINE_JOB": str(engine.folder / file)})
+    ends = [engine.finish(role) for role in roles]
+    assert code == 0 and [end for end, _ in ends] == [0, 0], (output, ends)
+    for rank in range(2):
+        assert f"worker-{rank} of 2: [-5. -5. -5.]" in output, output
+    assert "beside rank 0" not in output, output
+    engine.check_nothing_left()
 
 
 @pytest.mark.smoke
@@ -193,6 +211,23 @@ def test_torchrun_restarts_all_ranks_after_a_death_and_the_job_goes_on(engine: E
     assert "torchrun restarts all ranks together, as often as its --max-restarts says" in output, output
     ends = re.findall(r"worker-[01] began at (-?\d+) and ends at (-\d+)", output)
     assert len(ends) == 2 and all(int(begin) <= -5 and int(end) == int(begin) - 10 for begin, end in ends), output
+    engine.check_nothing_left()
+
+
+def test_a_ctrl_c_that_comes_twice_saves_first(engine: Engine) -> None:
+    """From the terminal, and from a launcher that passes it on as it is. The second one is no other wish."""
+    engine.leave_out_torch()
+    engine.script(STEPS)
+    words = ["syncline", "worker-env", "--checkpoint", "saves", "--save-every", "1h", "python", "train.py"]
+    process = engine.start(mpirun("mpiexec.hydra", 2, *words))
+    pids = [int(engine.lives(name, 1, process)[0][0]) for name in ("worker-0", "worker-1")]
+    engine.goes_on("worker-1")
+    for pause in (0.1, 0.0):
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(pause)
+    code, output = engine.finish(process)
+    assert code != 0 and list((engine.folder / "saves").glob("*/manifest.json")), output
     engine.check_nothing_left()
 
 

@@ -42,6 +42,8 @@ _OF_RUN = ("hosts", "remote", "env", "least_workers", "most_workers", "auto_work
 AGAIN_SECONDS = 0.1
 #: How often a rank looks whether its job has failed, and for its script to end by itself then.
 LOOK_SECONDS, NOTICE_SECONDS = 0.25, 5.0
+#: Signals to end within so long are one.
+SAME_SECONDS = 1.0
 #: For the coordinator and the servers to end after a failure, before rank 0 ends.
 END_SECONDS = 10.0
 
@@ -211,6 +213,7 @@ class RankEnd:
     def __init__(self, job: Job, own_server: OwnServer | None, rank_host: HostProcess | None) -> None:
         self._job, self._own_server, self._rank_host = job, own_server, rank_host
         self._failed, self._owner = False, os.getpid()
+        self._told_at: dict[int, float] = {}  # to end, by this signal
         self._previous = sys.excepthook
         sys.excepthook = self._see_error
         atexit.register(self._at_exit)
@@ -235,11 +238,14 @@ class RankEnd:
         os._exit(1)
 
     def _told_to_end(self, number: int, frame: object) -> None:
-        """A launcher ends all its ranks: the job is saved first, which needs their steps. Again: at once."""
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != self._owner:  # inherited by a script's fork
+        """A launcher ends all its ranks: the job is saved first, which needs their steps. Again: at once. One Ctrl-C
+        may come twice, from the terminal and from the launcher.
+        """
+        now, is_first = time.monotonic(), number not in self._told_at
+        if os.getpid() != self._owner or now - self._told_at.setdefault(number, now) > SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)  # a script's fork has inherited this
             os.kill(os.getpid(), number)
-        elif self._rank_host is not None:
+        elif is_first and self._rank_host is not None:
             self._rank_host.end()
 
     def _see_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
