@@ -11,13 +11,15 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 
 import msgspec
 import pytest
 from tests.engines.clusters import wait_until
-from tests.engines.conftest import BIN, STEPS, Engine, finished_well
-from tests.engines.rays import on_ray
+from tests.engines.conftest import BIN, COUNTS, SPREAD, STEPS, Engine, counted_once, finished_well
+from tests.engines.rays import RayHosts, on_ray
 from tests.engines.test_ranks import SUMS, sums_of
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.engines
 
@@ -55,7 +57,11 @@ def test_a_job_on_two_hosts_is_as_good_as_on_one(ray: Engine) -> None:
     ray.check_nothing_left()
 
 
-def test_secrets_are_in_no_command_line_and_no_environment(ray: Engine) -> None:
+#: What the cluster's dashboard tells of its jobs and of what runs there.
+TABLES = ("api/jobs/", *(f"api/v0/{name}?detail=1" for name in ("actors", "tasks", "placement_groups", "workers")))
+
+
+def test_secrets_are_in_no_command_line_no_environment_and_no_table(ray: Engine, ray_hosts: RayHosts) -> None:
     ray.script(STEPS)
     process = ray.start(on_ray("-w", "1", "--name", "secret", "train.py"))
     ray.lives("worker-0", 1, process)
@@ -69,26 +75,39 @@ def test_secrets_are_in_no_command_line_and_no_environment(ray: Engine) -> None:
             except OSError:
                 continue
             found += [f"{entry.name}/{name}"] if token.encode() in data else []
+    for table in TABLES:
+        with urllib.request.urlopen(f"{ray_hosts.dashboard}/{table}", timeout=PATIENCE) as reply:
+            data = reply.read()
+        assert b"Holder" in data or "actors" not in table, data
+        found += [table] if token.encode() in data else []
     ray.end_steps()
     code, output = ray.finish(process)
     assert code == 0 and found == [] and token not in output
 
 
 def test_a_killed_worker_and_a_killed_server_come_back(ray: Engine) -> None:
-    """Two servers with two replicas, spread over hosts: nothing is lost, and the job goes on."""
-    ray.script(STEPS)
-    process = ray.start(on_ray("-w", "2", "-s", "2", "--name", "kill", "train.py"))
+    """Two servers with two replicas, spread over hosts: nothing that was acknowledged is lost, and no sample counts
+    twice.
+    """
+    ray.settings(SPREAD)
+    ray.script(COUNTS)
+    words = ["-w", "2", "-s", "2", "--replicas", "2", "--policy", "async", "--name", "kill", "train.py"]
+    process = ray.start(on_ray(*words))
     pid = int(ray.lives("worker-1", 1, process)[0][0])
+    ray.goes_on("worker-1")
+    before = ray.counted()
     os.kill(pid, signal.SIGKILL)
-    assert float(ray.lives("worker-1", 2, process)[-1][2]) <= 0
+    ray.comes_back("worker-1", before, process)
     (server,) = ray.members("server-1")
     os.kill(server, signal.SIGKILL)
     wait_until(lambda: [pid for pid in ray.members("server-1") if pid != server] != [], "no server came back")
-    ray.goes_on("worker-0")
+    for name in ("worker-0", "worker-1"):
+        ray.goes_on(name)
     ray.end_steps()
     code, output = ray.finish(process)
     assert code == 0 and finished_well(output, 2), output
     assert "worker-1 was killed by SIGKILL" in output and "server-1 was killed by SIGKILL" in output, output
+    counted_once(output)
     ray.check_nothing_left()
 
 
