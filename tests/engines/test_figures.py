@@ -94,17 +94,25 @@ def test_figures_of_the_first_step_on_ray(ray: Engine) -> None:
     compare_starts(ray, ["python", "actors.py"], on_ray("-w", "2", "-s", "1"), began, "Ray")
 
 
+#: Of every member, wherever it runs: sums in another order would round otherwise.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 def compare_accuracy(engine: Engine, there: Sequence[str], title: str) -> None:
-    """LeNet after one epoch, `sync`, two workers and one server: on one host, and on two."""
-    pytest.importorskip("torch")
-    example = [str(ROOT / "examples" / "fashion_mnist.py"), "--epochs", "1"]
-    found = []
-    for words in (["syncline", "run", "-w", "2", "-s", "1"], there):
-        code, output = engine.run([*words, *example], {"OMP_NUM_THREADS": "1"})
+    """LeNet after one epoch, `sync`, two workers and one server: on one host, and on two. Equal to the last bit."""
+    torch = pytest.importorskip("torch")
+    example = [str(ROOT / "examples" / "fashion_mnist.py"), "--epochs", "1", "--out"]
+    found, models = [], []
+    for number, words in enumerate((["syncline", "run", "-w", "2", "-s", "1"], there)):
+        out = engine.folder / f"model-{number}.pt"
+        code, output = engine.run([*words, *example, str(out)], ONE_THREAD)
         assert code == 0 and finished_well(output, 2), output
         found += re.findall(r"accuracy\s+(\S+)", output)
+        models.append(torch.load(out, weights_only=True))
     assert len(found) == 2 and found[0] == found[1], found
-    print(f"\n{title}: accuracy {found[1]} on two hosts, {found[0]} on one")
+    one, two = models
+    assert one.keys() == two.keys() and [name for name in one if not torch.equal(one[name], two[name])] == []
+    print(f"\n{title}: accuracy {found[1]} on two hosts, {found[0]} on one; the parameters are equal")
 
 
 def test_figures_of_accuracy_on_two_nodes_of_slurm(cluster: Cluster, tmp_path: pathlib.Path) -> None:
@@ -118,14 +126,15 @@ def test_figures_of_accuracy_on_two_nodes_of_slurm(cluster: Cluster, tmp_path: p
 
 
 def test_figures_of_accuracy_on_two_hosts_of_ray(tmp_path: pathlib.Path) -> None:
-    """With torch from the environment of these tests, behind all else: the one that has Ray has none."""
+    """With torch from the environment of these tests, behind all else: the one that has Ray has none. Ray would tell
+    each worker to compute with three threads, for its three CPUs."""
     torch = pytest.importorskip("torch")
     folder = tmp_path.resolve() / "with"
     folder.mkdir()
     place = pathlib.Path(torch.__file__).parents[1]
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(place)!r})\n")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    hosts = RayHosts(PYTHONPATH=path)
+    hosts = RayHosts(PYTHONPATH=path, **ONE_THREAD)
     own = {"PATH": f"{RAY_BIN}:{os.environ['PATH']}", "RAY_ADDRESS": hosts.address, "PYTHONPATH": path, **LOOPBACK}
     made = Engine(tmp_path.resolve(), own)
     try:
