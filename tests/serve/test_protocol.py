@@ -77,8 +77,13 @@ WRONG = {
     "nested otherwise": (infer_body(ROWS, data=[[1, 2], [3, 4]]), "is nested as [2, 2]; its shape is [1, 2, 2]"),
     "text": (infer_body(ROWS, data=["1", "2", "3", "4"]), "cannot be used"),
     "null": (infer_body(ROWS, data=[1, None, 3, 4]), "cannot be used"),
+    "text in nested data": (infer_body(ROWS, data=[[[1, "2"], [3, 4]]]), "cannot be used"),
+    "true in nested data": (infer_body(ROWS, data=[[[1, True], [3, 4]]]), "cannot be used"),
+    "too deep": (infer_body(ROWS, data=[[[[1], [2]], [[3], [4]]]]), "is nested as [1, 2, 2, 1]"),
     "NaN as JSON": (encoded(infer_body(ROWS)).replace(b"0.0,", b"NaN,", 1), "not JSON"),
     "too large a number": (infer_body(ROWS, data=[1e39, 0, 0, 0]), "has NaN or Inf"),
+    "the same in nested data": (infer_body(ROWS, data=[[[1e39, 0], [0, 0]]]), "has NaN or Inf"),
+    "too large a number for any": (encoded(infer_body(ROWS)).replace(b"0.0,", b"1e400,", 1), "not as the protocol"),
     "a huge shape": (infer_body(ROWS, shape=[1 << 40, 2, 2]), "larger than a request may be"),
     "twice": ({"inputs": infer_body(ROWS)["inputs"] * 2}, "is given twice"),
     "classification": (
@@ -143,7 +148,9 @@ def test_plain_requests() -> None:
     )
     two, _ = TWO.decode_plain(encoded({"inputs": {"a": [[1, 2], [3, 4]], "b": [True, False]}}))
     assert two.num_rows == 2
-    for wrong in ({}, {"input": 1, "inputs": 1}, {"x": 1}, {"input": [[1, 2]]}, {"input": [[1, "2"], [3, 4]]}):
+    for wrong in ({}, {"input": 1, "inputs": 1}, {"x": 1}, {"input": [[1, 2]]}, {"input": [[1, "2"], [3, 4]]},
+                  {"input": [[1, None], [3, 4]]}, {"input": [[1, True], [3, 4]]}, {"input": [[1, 2], [3]]},
+                  {"input": [[1, 1e39], [3, 4]]}, {"inputs": [[1, 2], [3, 4]]}):  # fmt: skip
         with pytest.raises(RequestError):
             PROTOCOL.decode_plain(encoded(wrong))
 
