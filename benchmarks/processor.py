@@ -25,11 +25,15 @@ class ProcessorMeter:
 
 
 def seconds_of(pids: Iterable[int]) -> float:
-    """Of these processes and all that they have started, as far as they live; of their ended threads too."""
+    """Of these processes and all that they have started, once each, while they live; of their ended threads too."""
     children = _children()
     left, total = list(pids), 0.0
+    seen: set[int] = set()
     while left:
         pid = left.pop()
+        if pid in seen:
+            continue
+        seen.add(pid)
         left += children[pid]
         with contextlib.suppress(OSError):  # it has just ended
             total += time.clock_gettime(_clock_of(pid))

@@ -14,8 +14,8 @@ from benchmarks.processor import ProcessorMeter, seconds_of
 
 pytestmark = pytest.mark.skipif(not processor.is_measured(), reason="only Linux tells it")
 
-#: Says what it has used, in nanoseconds, and waits.
-SAYS = "import sys, time; print(time.process_time_ns(), flush=True); sys.stdin.read()"
+#: Says what it has used, in nanoseconds, and its id, and waits.
+SAYS = "import os, sys, time; print(time.process_time_ns(), os.getpid(), flush=True); sys.stdin.read()"
 #: Starts another that does so, and passes on its words.
 STARTS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SAYS!r}])"
 
@@ -26,9 +26,10 @@ def test_what_a_process_has_started_counts() -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            inner = int(process.stdout.readline()) / 1e9
+            used, started = map(int, process.stdout.readline().split())
             own = time.clock_gettime((~process.pid << 3) | 2)
-            assert seconds_of([process.pid]) >= own + inner
+            assert seconds_of([process.pid]) >= own + used / 1e9
+            assert seconds_of([process.pid, started]) < seconds_of([process.pid]) + used / 1e9, "it counts once"
         finally:
             process.communicate()
     assert seconds_of([process.pid]) == 0.0, "it has ended"
