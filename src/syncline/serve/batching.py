@@ -70,7 +70,8 @@ class Batcher:
         self._condition = threading.Condition(threading.Lock())
         self._queues: dict[_Key, collections.deque[_Queued]] = {}
         self._num_queued = self._num_rows = 0
-        self._is_waiting = self._is_closed = False
+        self._awaited = 0  # rows that end the thread's wait; 0: it does not wait
+        self._is_closed = False
         self._recent: collections.deque[dict[str, Array]] = collections.deque(maxlen=_RECENT)
         self._thread = threading.Thread(target=self._run, name="syncline serve batches", daemon=True)
 
@@ -155,13 +156,14 @@ class Batcher:
             queue.append(queued)
             self._num_queued += 1
             self._num_rows += num_rows
-            if self._is_waiting:
+            if self._awaited and self._num_rows >= self._awaited:
+                self._awaited = 0
                 self._condition.notify()
         return future
 
     def _run(self) -> None:
         while (batch := self._take()) is not None:
-            num_rows = sum(queued.num_rows for queued in batch)
+            num_rows, began = sum(queued.num_rows for queued in batch), time.monotonic()
             try:
                 self._answer(batch, num_rows)
             except BaseException as error:  # this thread must not end: nothing would be answered any more
@@ -169,7 +171,8 @@ class Batcher:
                 answer = RequestError(500, f"the batch failed: {type(error).__name__}: {str(error)[:300]}")
                 _deliver(batch, [answer] * len(batch))
             self._batch = ()
-            self._policy.finished(num_rows, self._num_rows)
+            now = time.monotonic()
+            self._policy.finished(num_rows, self._num_rows, now - began, now)
 
     def _take(self) -> list[_Queued] | None:
         with self._condition:
@@ -183,9 +186,9 @@ class Batcher:
                 else:
                     wait = None
                 if wait is None or wait > 0.0:
-                    self._is_waiting = True
+                    self._awaited = 1 if wait is None else self._policy.wanted_rows
                     self._condition.wait(wait)
-                    self._is_waiting = False
+                    self._awaited = 0
                     continue
                 key = min(self._queues, key=lambda key: self._queues[key][0].arrived)
                 batch = self._take_from(key)
