@@ -198,6 +198,9 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     damping_sum: float = 0.0  #: what the contributions measured counted: 1 each, less where the policy damps them
     lag_max: int = 0  #: largest clock distance to the slowest worker at which a reply went out
     num_pins: int = 0
+    num_cuts: int = 0  #: times that commits were held for a cut which a follower reads
+    cut_seconds: float = 0.0  #: how long, added up
+    cut_seconds_max: float = 0.0
     wire: WireStats = WireStats()
 
 
@@ -359,6 +362,8 @@ class JobStats(msgspec.Struct, frozen=True, kw_only=True):
     wire_to_workers: WireStats = WireStats()  #: of that: what it and other workers said to each other, in collectives
     pushed: PushBytes = PushBytes()  #: by all workers
     own_pushed: PushBytes = PushBytes()
+    num_cuts: int = 0  #: times that a server held commits for a cut which a follower reads, at the server with most
+    cut_seconds_max: float = 0.0  #: the longest of these
 
     @property
     def bytes_per_step(self) -> float:

@@ -43,6 +43,18 @@ SCRIPT = """
             pathlib.Path("begun").touch()
     pathlib.Path(f"last-{job.rank}").write_text(str(step))
 """
+#: The same; it answers what it is asked.
+TELLING = SCRIPT.replace(
+    "        step += 1\n",
+    """        step += 1
+        if job.rank == 0 and pathlib.Path("question").exists():
+            pathlib.Path("question").unlink()
+            stats = job.stats()
+            told = {"step": step, "num_cuts": stats.num_cuts, "cut_seconds_max": stats.cut_seconds_max}
+            pathlib.Path("written").write_text(json.dumps(told))
+            pathlib.Path("written").rename("answer")
+""",
+).replace("    import pathlib\n", "    import json, pathlib\n")
 #: Answers with one weight of each parameter: all of them are the number of the step.
 MODEL = """
     import torch
@@ -77,9 +89,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def begin(commands: Commands, *words: str) -> tuple[subprocess.Popen[str], FollowedJob]:
+def begin(commands: Commands, *words: str, script: str = SCRIPT) -> tuple[subprocess.Popen[str], FollowedJob]:
     """A job that has made its first steps."""
-    process = commands.start("run", "--name", "j", *words, commands.script(SCRIPT))
+    process = commands.start("run", "--name", "j", *words, commands.script(script))
     wait_for(lambda: (commands.folder / "begun").exists() or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     file = jobfile.read(commands.folder / "runs" / "j" / "job.json")
@@ -153,6 +165,52 @@ def test_a_follower_that_dies_costs_the_job_nothing(commands: Commands) -> None:
         follower.close()
         wait_for(lambda step=step: _step(job) > step)  # type: ignore[misc]
     end(commands, process)
+
+
+@pytest.mark.proof
+def test_a_serve_that_stops_or_dies_costs_the_job_nothing(commands: Commands) -> None:
+    """Its cuts hold commits. While it is stopped, and once it is dead, no commit is held, and steps go on."""
+    process, _ = begin(commands, "-w", "2", "-s", "2", script=TELLING)
+    commands.script(MODEL, "model.py")
+    with serving(commands.folder, "--follow", "j", "--refresh", "50ms") as (server, url), Caller(url) as call:
+
+        def version() -> int:
+            return int(call.post("/predict", {"input": [0.0] * 6})[1]["model_version"])
+
+        seen = version()
+        wait_for(lambda: version() > seen)
+        server.send_signal(signal.SIGSTOP)
+        without_holds(commands)
+        before = told(commands)["num_cuts"]
+        server.send_signal(signal.SIGCONT)
+        wait_for(lambda: told(commands)["num_cuts"] > before + 3)
+        server.kill()
+        without_holds(commands)
+    last = told(commands)
+    print(f"held {last['num_cuts']} times, {1000 * last['cut_seconds_max']:.1f} ms at most, in {last['step']} steps")
+    assert "did not read the last step" not in end(commands, process)
+
+
+def without_holds(commands: Commands) -> None:
+    """Waits for 200 steps in which no commit is held. A cut that was asked for before is still taken, or given up
+    after ten tries.
+    """
+    deadline = time.monotonic() + PATIENCE
+    first = told(commands)
+    while (now := told(commands))["step"] < first["step"] + 200:
+        assert time.monotonic() < deadline, (first, now)
+        if now["num_cuts"] != first["num_cuts"]:
+            first = now
+
+
+def told(commands: Commands) -> dict[str, Any]:
+    """What the job says of itself."""
+    question, answer = commands.folder / "question", commands.folder / "answer"
+    answer.unlink(missing_ok=True)
+    question.touch()
+    wait_for(answer.exists)
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
 
 
 def _step(job: FollowedJob) -> int:

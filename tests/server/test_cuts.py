@@ -115,7 +115,7 @@ def test_backups_are_read_without_a_barrier_of_their_own(make_house: MakeHouse) 
 
 
 def test_a_save_and_two_cuts_at_once(make_house: MakeHouse) -> None:
-    """Each keeps what it marked."""
+    """Each keeps what it marked. What commits were held for the cuts is counted; a save is none."""
     house = made(make_house)
     numbers = mine(house, "server-0")
     close_gates(house.tell, list(house.servers), 1)
@@ -130,6 +130,9 @@ def test_a_save_and_two_cuts_at_once(make_house: MakeHouse) -> None:
     assert read(house, "server-0", 2, numbers) == {number: {0.0} for number in numbers}
     assert read(house, "server-0", 3, numbers) == {number: {-1.0} for number in numbers}
     assert all(one.kept is not None and not one.kept.any() for one in saved.slices)
+    eventually(lambda: house.servers["server-0"].stats().num_cuts == 2)
+    stats = house.servers["server-0"].stats()
+    assert 0 < stats.cut_seconds_max <= stats.cut_seconds <= 2 * stats.cut_seconds_max
 
 
 def test_what_is_not_read_is_dropped(make_house: MakeHouse) -> None:

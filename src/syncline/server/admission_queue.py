@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -28,6 +30,28 @@ class QueuedRequest(NamedTuple):
         return (self.request.peer.name, self.request.peer.incarnation)
 
 
+@dataclasses.dataclass
+class CutHolds:
+    """How long commits were held back for cuts that a follower reads."""
+
+    num: int = 0
+    seconds: float = 0.0
+    seconds_max: float = 0.0
+    _since: float = 0.0  # 0.0: not now
+
+    def begin(self, now: float) -> None:
+        """Does nothing where one has begun."""
+        self._since = self._since or now
+
+    def end(self, now: float) -> None:
+        """Does nothing where none has begun."""
+        if self._since:
+            self.num += 1
+            self.seconds += now - self._since
+            self.seconds_max = max(self.seconds_max, now - self._since)
+            self._since = 0.0
+
+
 class AdmissionQueue:
     """Held requests in arrival order. All methods except `decide` require `state_lock`."""
 
@@ -44,6 +68,7 @@ class AdmissionQueue:
         self._is_deciding = False
         self._in_hand: QueuedRequest | None = None  # the request that is being decided
         self._ring: RingRounds | None = None
+        self.cut_holds = CutHolds()
 
     def enter_ring(self, ring: RingRounds) -> None:
         self._ring = ring
@@ -122,15 +147,20 @@ class AdmissionQueue:
         """The hold ends. Call `decide` afterwards, without `state_lock`."""
         self._is_held = False
 
-    def close(self, barrier: SnapshotBarrier) -> None:
+    def close(self, barrier: SnapshotBarrier, *, is_save: bool) -> None:
         """Closes the barrier, or raises its clocks. Call `decide` afterwards, without `state_lock`."""
         self.barrier = barrier
+        if is_save:
+            self.cut_holds.end(time.monotonic())
+        else:
+            self.cut_holds.begin(time.monotonic())
         self._begin()
         self._idle.notify_all()
 
     def open(self) -> None:
         """Opens the barrier. Call `decide` afterwards, without `state_lock`."""
         self.barrier = None
+        self.cut_holds.end(time.monotonic())
         self._idle.notify_all()
 
     def _begin(self) -> None:

@@ -16,6 +16,7 @@ from syncline.errors import FencedError, ProtocolError, SynclineError
 from syncline.net.reliable_send import Partner
 from syncline.net.rpc import Endpoint
 from syncline.net.transport import Memory, Peer, buffer_of
+from syncline.server.admission_queue import CutHolds
 from syncline.server.backups import Backups
 from syncline.server.commits import Commits
 from syncline.server.pool import Pool
@@ -34,6 +35,7 @@ def stats_of(
 ) -> ServerStats:
     """Statistics of this server; `commits` is None before the job is formed."""
     flow = commits.flow if commits else None
+    cuts = commits.admission_queue.cut_holds if commits else CutHolds()
     return ServerStats(
         name=name,
         num_slices=len(slots),
@@ -56,6 +58,9 @@ def stats_of(
         damping_sum=sum(slot.damping_sum for slot in slots),
         lag_max=flow.lag_max if flow else 0,
         num_pins=pulls.num_pins,
+        num_cuts=cuts.num,
+        cut_seconds=cuts.seconds,
+        cut_seconds_max=cuts.seconds_max,
         wire=wire,
     )
 

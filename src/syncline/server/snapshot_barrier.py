@@ -67,7 +67,7 @@ class SnapshotBarrierService:
             if not self._commits.hosts_any:
                 request.reply(SnapshotBarrierClosed([], has_slices=False))
                 return
-            self._admission_queue.close(barrier)
+            self._admission_queue.close(barrier, is_save=message.is_save)
         self._admission_queue.decide()
         faults.reach("save.closed")
         with self._state_lock:

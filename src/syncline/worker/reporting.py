@@ -81,6 +81,8 @@ def job_stats(job: ReportingJob, answer: GivenStats, wire: WireStats) -> JobStat
         wire_to_workers=among,
         pushed=answer.pushed,
         own_pushed=exchange.pushed_bytes,
+        num_cuts=max((server.num_cuts for server in servers), default=0),
+        cut_seconds_max=max((server.cut_seconds_max for server in servers), default=0.0),
     )
 
 
