@@ -697,6 +697,23 @@ def test_versions_share_what_is_compiled(served: Any, tmp_path: pathlib.Path) ->
             assert status == 200 and answer["outputs"][0]["data"] == [1.0 * version, 3.0 * version]
 
 
+class CompiledSlowly(Compiled):
+    """The first call of each size takes longer than a trial may."""
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        if len(x) not in self.sizes:
+            time.sleep(3.2)
+        return super().__call__(x)
+
+
+def test_what_is_compiled_once_is_no_part_of_a_trial(served: Any, tmp_path: pathlib.Path) -> None:
+    """Else a large model of JAX, which takes minutes to compile, would be refused at its first version."""
+    CompiledSlowly.made = []
+    save(tmp_path / "saves", 1, {"factor": np.ones(1, np.float32)})
+    server = served(CompiledSlowly, tmp_path / "saves", inputs=("x:FP32:2",), max_batch=1, trial_seconds=3.0)
+    assert server.version == "1" and CompiledSlowly.made == [{1}]
+
+
 def test_hooks_of_the_file(served: Any, tmp_path: pathlib.Path) -> None:
     (tmp_path / "hooked.py").write_text(
         MODEL

@@ -79,8 +79,8 @@ def serve(
         str,
         typer.Option(
             metavar="TIME",
-            help="How long the trial of a new version may take, `validate` included. Then it is refused. "
-            "never: any time.",
+            help="How long the trial of a new version may take, `validate` included; what a model compiles at the "
+            "start does not count. Then it is refused. never: any time.",
         ),
     ] = "10m",
     replicas: Annotated[

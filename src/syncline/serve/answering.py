@@ -8,21 +8,19 @@ import logging
 import pathlib
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
-
-import numpy as np
 
 from syncline.config import num_threads
 from syncline.serve.application import AllTotals, Application, ServedModel
 from syncline.serve.batch_policy import BatchPolicy
 from syncline.serve.batching import Batcher
-from syncline.serve.datatypes import Array, TensorSpec, parse_spec
+from syncline.serve.datatypes import TensorSpec, parse_spec
 from syncline.serve.limits import Connections, Gate, parse_rate
 from syncline.serve.listening import Beside, HttpListener
 from syncline.serve.loading import VersionTrial
 from syncline.serve.metrics import ServingMetrics, ServingTotals
-from syncline.serve.model import LoadedModel, ModelFile
+from syncline.serve.model import ModelFile
 from syncline.serve.protocol import Protocol
 from syncline.serve.settings import ServeConfig
 from syncline.serve.versions import Version, Versions
@@ -40,38 +38,6 @@ def limit_threads(threads: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads or num_threads())
-
-
-class _WarmingTrial(VersionTrial):
-    """A trial after which a model that compiles calls has compiled the smallest and the largest batch. Later versions
-    use that again.
-    """
-
-    def __init__(
-        self,
-        file: ModelFile,
-        inputs: Sequence[TensorSpec],
-        recent: Callable[[], Sequence[Mapping[str, Array]]],
-        *,
-        guard: str,
-        max_batch: int,
-    ) -> None:
-        super().__init__(file, inputs, recent, guard=guard)
-        self._model_file, self._specs, self._max_batch = file, inputs, max_batch
-        self._is_warm = False
-
-    def run(self, name: str, where: str, model: LoadedModel) -> None:
-        super().run(name, where, model)
-        if self._is_warm or not self._model_file.compiles:
-            return
-        self._is_warm = True
-        example = self._model_file.example(self._specs)
-        for num_rows in (1, self._max_batch) if example is not None else ():
-            rows = {key: np.repeat(array[:1], num_rows, axis=0) for key, array in (example or {}).items()}
-            try:
-                model(rows)
-            except Exception as error:  # the operator's code
-                log.warning("%s fails on a batch of %d rows: %s; see --max-batch", where, num_rows, error)
 
 
 class Answering:
@@ -109,7 +75,7 @@ class Answering:
         self._application: Application | None = None
         self._listener: HttpListener | None = None
         #: for new versions
-        self.trial = _WarmingTrial(file, inputs, self._batcher.recent, guard=guard, max_batch=config.max_batch)
+        self.trial = VersionTrial(file, inputs, self._batcher.recent, guard=guard, warm_rows=(1, config.max_batch))
         self.grpc_address = ""  #: `host:port` for clients of gRPC; '': there is none
 
     def start_batches(self, stack: contextlib.ExitStack) -> None:

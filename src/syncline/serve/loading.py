@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -122,9 +122,11 @@ class VersionTrial:
         recent: Callable[[], Sequence[Mapping[str, Array]]],
         *,
         guard: str,
+        warm_rows: Collection[int] = (),
     ) -> None:
-        """`guard`: a condition on the metrics of `validate`; '': none."""
+        """`guard`: a condition on the metrics of `validate`; '': none. `warm_rows`: of batches that will come."""
         self._file, self._inputs, self._recent = file, inputs, recent
+        self._warm_rows, self._is_warm = warm_rows, False
         self._guard = parse_guard(guard) if guard else None
         self._said = guard
         if self._guard is not None and not callable(file.validate):
@@ -133,7 +135,32 @@ class VersionTrial:
             )
         self.outputs: tuple[TensorSpec, ...] = ()  #: of the model, once one was tried
 
-    def run(self, name: str, where: str, model: LoadedModel) -> None:
+    def passed(self, load: Callable[[], LoadedModel], name: str, where: str, seconds: float) -> LoadedModel:
+        """The loaded model. StoreError: this version must not answer. `seconds`: how long it may take to load, and
+        then to be tried; 0.0: any time.
+        """
+        model = in_time(load, seconds, f"loading {where}")
+        self._warm_up(where, model)
+        in_time(lambda: self._run(name, where, model), seconds, f"the trial of {where}")
+        return model
+
+    def _warm_up(self, where: str, model: LoadedModel) -> None:
+        """Once, of a model that compiles calls: has those of the example and of `warm_rows` compiled, which later
+        versions use too. It takes as long as it takes, and says nothing about a version.
+        """
+        if self._is_warm or not self._file.compiles:
+            return
+        self._is_warm = True
+        example = self._file.example(self._inputs)
+        if example is None:
+            return
+        for num_rows in sorted({len(next(iter(example.values()))), *self._warm_rows}):
+            try:
+                model({key: np.repeat(array[:1], num_rows, axis=0) for key, array in example.items()})
+            except Exception as error:  # the operator's code
+                log.warning("%s fails on a batch of %d rows: %s; see --max-batch", where, num_rows, error)
+
+    def _run(self, name: str, where: str, model: LoadedModel) -> None:
         """StoreError: this version must not answer."""
         tried = list(self._recent())
         example = self._file.example(self._inputs)

@@ -20,7 +20,7 @@ from syncline.serve.control import TOKEN, Control, ControlRequest, ask, control_
 from syncline.serve.following import FollowedJob, JobSource, source_of
 from syncline.serve.limits import make_token, parse_rate, read_token
 from syncline.serve.listening import bind, is_loopback, reserved
-from syncline.serve.loading import VersionLoading, in_time, keep_looking
+from syncline.serve.loading import VersionLoading, keep_looking
 from syncline.serve.model import LoadedModel, ModelFile
 from syncline.serve.reading import Candidate, VersionSource
 from syncline.serve.replicas.keeper import Keeper
@@ -185,12 +185,10 @@ class _InThisProcess:
         trial = self._answering.trial
         weights = None if candidate.is_as_made else candidate.read()
 
-        def prepare() -> LoadedModel:
-            model = self._file.load(weights, candidate.where)
-            trial.run(candidate.name, candidate.where, model)
-            return model
+        def load() -> LoadedModel:
+            return self._file.load(weights, candidate.where)
 
-        model = in_time(prepare, self._config.trial_seconds, f"the trial of {candidate.where}")
+        model = trial.passed(load, candidate.name, candidate.where, self._config.trial_seconds)
         version = Version(candidate.name, candidate.digest, candidate.where, candidate.step, model)
         self._loading.say_loaded(version, self._versions.add(version))
 

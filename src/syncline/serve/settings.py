@@ -24,7 +24,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_delay: float = 0.005  #: seconds that a request may wait for others while the server is busy
     max_queue: int = 1024  #: requests that may wait
     call_seconds: float = 120.0  #: for one call of the model; then requests get errors; 0.0: any
-    trial_seconds: float = 600.0  #: for the trial of a new version; then it is refused; 0.0: any
+    trial_seconds: float = 600.0  #: to load a new version, and for its trial; then it is refused; 0.0: any
     keep: int = 3  #: versions in memory, for a rollback
     max_body: int = 64 << 20  #: bytes of one request
     max_connections: int = 1024

@@ -16,8 +16,8 @@ from syncline.errors import ConfigError, StoreError
 from syncline.serve.answering import inputs_of, limit_threads
 from syncline.serve.control import Control, ControlRequest
 from syncline.serve.following import JobSource, source_of
-from syncline.serve.loading import VersionLoading, VersionTrial, in_time, keep_looking
-from syncline.serve.model import ModelFile
+from syncline.serve.loading import VersionLoading, VersionTrial, keep_looking
+from syncline.serve.model import LoadedModel, ModelFile
 from syncline.serve.reading import Candidate, VersionSource
 from syncline.serve.replicas.messages import (
     FromKeeper,
@@ -118,10 +118,10 @@ class VersionLoader(KeptProcess):
             memory = share(saved) if saved is not None else None
             weights = mapped(memory.fd) if memory is not None else None
 
-            def prepare() -> None:
-                trial.run(facts.name, facts.where, file.load(weights, facts.where, in_place=True))
+            def load() -> LoadedModel:
+                return file.load(weights, facts.where, in_place=True)
 
-            in_time(prepare, self._trial_seconds, f"the trial of {facts.where}")
+            trial.passed(load, facts.name, facts.where, self._trial_seconds)
         except BaseException:
             if memory is not None:
                 memory.close()

@@ -11,7 +11,6 @@ import threading
 from syncline.errors import StoreError, SynclineError
 from syncline.serve.answering import Answering, inputs_of, limit_threads
 from syncline.serve.datatypes import RequestError
-from syncline.serve.loading import in_time
 from syncline.serve.metrics import ServingTotals
 from syncline.serve.model import LoadedModel, ModelFile
 from syncline.serve.replicas.link import fitting
@@ -124,14 +123,12 @@ class ServingReplica(KeptProcess):
         assert self._file is not None and self._answering is not None
         file, trial = self._file, self._answering.trial
 
-        def prepare() -> LoadedModel:
-            model = file.load(weights, version.where, in_place=True)
-            trial.run(version.name, version.where, model)
-            return model
+        def load() -> LoadedModel:
+            return file.load(weights, version.where, in_place=True)
 
         try:
             weights = mapped(descriptors[0]) if descriptors else None
-            model = in_time(prepare, self._trial_seconds, f"the trial of {version.where}")
+            model = trial.passed(load, version.name, version.where, self._trial_seconds)
         except Exception as error:  # ours, or the operator's code: it must not end one replica after the other
             said = fitting(str(error))
             is_ours = isinstance(error, SynclineError | RequestError)
