@@ -6,10 +6,14 @@ import os
 import re
 import secrets
 import signal
+import socket
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 from tests.engines.conftest import STEPS, Engine, finished_well, mpirun, torchrun, two_ranks
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.engines
 
@@ -90,6 +94,63 @@ def test_every_rank_of_torchrun_is_a_worker_of_one_job(engine: Engine) -> None:
     assert code == 0, output
     sums_are_right(output, 2)
     engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("kind", ["mpirun.openmpi", "mpiexec.hydra", "torchrun"])
+def test_a_job_of_ranks_has_a_page(engine: Engine, kind: str) -> None:
+    """Rank 0 prints the link, `syncline page` another one, each of which opens it once. The port that was said is
+    free for the next start at once.
+    """
+    if kind != "torchrun":
+        engine.leave_out_torch()
+    engine.settings(f'name = "ranked"\npage = "{free_port()}"')
+    engine.script(STEPS)
+    process = engine.start(two_ranks(kind, "python", "train.py"))
+    assert process.stdout is not None
+    output = ""
+    while (found := re.search(r"syncline: the page: (http://\S+)\n", output)) is None:
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    engine.lives("worker-1", 1, process)
+    engine.goes_on("worker-1")
+    engine.check_secrets()
+    code, another = engine.run(["syncline", "page", "ranked"])
+    assert code == 0 and another.strip() != found[1], another
+    for link in (found[1], another.strip()):
+        with urllib.request.urlopen(link, timeout=PATIENCE) as answer:
+            assert answer.status == 200 and "syncline_" in answer.headers["Set-Cookie"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(link, timeout=PATIENCE)
+    engine.end_steps()
+    code, rest = engine.finish(process)
+    assert code == 0 and finished_well(output + rest, 2), output + rest
+    code, output = engine.run(two_ranks(kind, "python", engine.script(SUMS)))
+    assert code == 0 and "syncline: the page: " in output, output
+    engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("way", ["an option", "a variable", "a file"])
+def test_a_job_of_ranks_does_without_a_page(engine: Engine, way: str) -> None:
+    engine.leave_out_torch()
+    engine.settings('name = "ranked"' + ('\npage = "off"' if way == "a file" else ""))
+    engine.script(STEPS)
+    words = ["syncline", "worker-env", "--page", "off"] if way == "an option" else []
+    environment = {"SYNCLINE_SETTINGS": '{"page": "off"}'} if way == "a variable" else {}
+    process = engine.start(mpirun("mpiexec.hydra", 2, *words, "python", "train.py"), environment)
+    engine.lives("worker-1", 1, process)
+    code, output = engine.run(["syncline", "page", "ranked"])
+    assert code == 2 and "the job ranked has no page: it runs with --page off" in output, output
+    assert not (engine.folder / "runs/ranked/page.token").exists()
+    engine.end_steps()
+    code, output = engine.finish(process)
+    assert code == 0 and "the page:" not in output and finished_well(output, 2), output
+    engine.check_nothing_left()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def test_a_ring_has_its_servers_in_the_ranks(engine: Engine) -> None:

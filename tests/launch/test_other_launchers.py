@@ -5,16 +5,21 @@ What they make of a job is tested with the real launchers, in tests/engines.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from tests import forked
-from tests.patience import JOB_PATIENCE
+from tests.patience import JOB_PATIENCE, PATIENCE, PATIENT_TOML
 
 SCRIPT = """
     import numpy as np, syncline
@@ -56,6 +61,56 @@ def test_a_rank_whose_rank_0_never_comes_says_so(commands: Any) -> None:
     assert done.returncode == 1 and "rank 1 of mpirun (PMI_SIZE=3 PMI_RANK=1) has found no job within" in done.stderr
     assert "does rank 0 run this script, and come to syncline.init()?" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+WAITS = """
+    import os, time
+    import numpy as np, syncline
+    job = syncline.init()
+    job.kv.register({"x": np.zeros(3)}, syncline.Rule("SGD", lr=1.0))
+    while not os.path.exists("end"):
+        time.sleep(0.02)
+"""
+
+
+def page_of(folder: pathlib.Path, log: str) -> str:
+    """The link that rank 0 prints."""
+    until = time.monotonic() + PATIENCE
+    while not (found := re.search(r"^syncline: the page: (\S+)$", (folder / log).read_text(), re.MULTILINE)):
+        assert time.monotonic() < until, (folder / log).read_text()
+        time.sleep(0.05)
+    return found[1]
+
+
+def test_rank_0_prints_the_link_of_the_page(commands: Any) -> None:
+    """Two processes with the variables of mpirun; the page has the token of the job, and no other rank prints it."""
+    script, folder = commands.script(WAITS), commands.folder
+    (folder / "syncline.toml").write_text(f'exchange = "ring"\nname = "ranked"\n{PATIENT_TOML}')
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SYNCLINE_")}
+    ranks, cache = [], {"XDG_CACHE_HOME": str(folder / "cache")}
+    for rank in range(2):
+        own = {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "2", "SLURM_JOB_ID": "7"}
+        with open(folder / f"{rank}.txt", "wb") as out:
+            words = [sys.executable, script]
+            ranks.append(forked.Popen(words, cwd=folder, stdout=out, stderr=out, env={**kept, **own, **cache}))
+    try:
+        link = page_of(folder, "0.txt")
+        with urllib.request.urlopen(link, timeout=PATIENCE) as answer:
+            assert "syncline_" in answer.headers["Set-Cookie"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(link, timeout=PATIENCE)
+        token = (folder / "runs/ranked/page.token").read_text()
+        asks = urllib.request.Request(
+            f"{link.partition('/open')[0]}/api/v1/runs", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(asks, timeout=PATIENCE) as answer:
+            assert json.load(answer)["live"] == "ranked"
+    finally:
+        (folder / "end").touch()
+        codes = [process.wait(JOB_PATIENCE) for process in ranks]
+    assert codes == [0, 0], (folder / "0.txt").read_text()
+    assert "the page" not in (folder / "1.txt").read_text()
+    commands.check_nothing_left()
 
 
 def test_who_means_it_says_embedded(commands: Any) -> None:

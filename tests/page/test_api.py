@@ -6,6 +6,7 @@ import contextlib
 import json
 import pathlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -440,6 +441,19 @@ def test_where_the_page_listens() -> None:
 
 def test_a_used_port_is_said() -> None:
     sock = serving.listen("auto")
-    with pytest.raises(ConfigError, match=str(sock.getsockname()[1])):
-        serving.listen(str(sock.getsockname()[1]))
+    port = str(sock.getsockname()[1])
+    for option in ("--page", "--at"):
+        with pytest.raises(ConfigError, match=f"{port}: .*choose another port with {option}"):
+            serving.listen(port, option)
     sock.close()
+
+
+def test_a_port_is_waited_for_that_is_given_up() -> None:
+    """Where torchrun starts all ranks again, the job before may still have its page."""
+    sock = serving.listen("auto")
+    timer = threading.Timer(0.3, sock.close)
+    timer.start()
+    again = serving.listen(str(sock.getsockname()[1]), seconds=PATIENCE)
+    timer.join()
+    assert sock.fileno() == -1
+    again.close()

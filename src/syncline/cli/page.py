@@ -59,7 +59,7 @@ def page(
         raise ConfigError(f"there is no folder {folder}/ with runs; --runs DIR names another one")
     hosts = page_hosts_of(page_host or ())
     access = Access(secrets.token_hex(8), secrets.token_bytes(32))
-    server = serving.PageServer(serving.listen(at), access, folder, "", None, hosts)
+    server = serving.PageServer(serving.listen(at, "--at"), access, folder, "", None, hosts)
     sys.stdout.write(f"{server.new_link()}\nthe runs in {folder}/, until Ctrl-C\n")
     sys.stdout.flush()
     try:

@@ -48,6 +48,8 @@ class RankHostPlan(msgspec.Struct, frozen=True, kw_only=True):
     file: JobFile
     host: str
     listen_fd: int
+    page_fd: int | None = None  #: the socket of the web page
+    page_code: str = ""  #: opens the page once
     num_servers: int
     launcher: str  #: torchrun, mpirun, srun
     restarts: str  #: what that does when a rank dies, in words
@@ -116,7 +118,13 @@ class RankHost:
     def _plans(self) -> Iterator[MemberPlan]:
         plan = self._plan
         yield MemberPlan(
-            role="coordinator", name="coordinator", host="local", file=plan.file, listen_fd=plan.listen_fd
+            role="coordinator",
+            name="coordinator",
+            host="local",
+            file=plan.file,
+            listen_fd=plan.listen_fd,
+            page_fd=plan.page_fd,
+            page_code=plan.page_code,
         )
         for number in range(plan.num_servers):
             yield MemberPlan(

@@ -30,11 +30,12 @@ from syncline.launch.folder import claim_name
 from syncline.launch.jobfile import JobFile
 from syncline.launch.rank_host import RankHostPlan
 from syncline.launch.ringing import OwnServer
-from syncline.launch.running import Script, default_name, settle_servers
+from syncline.launch.running import Script, default_name, page_socket, settle_servers
 from syncline.launch.saving import settle_saving
 from syncline.launch.tracebacks import shorten_tracebacks
 from syncline.launch.versions import versions_here
 from syncline.launch.world import StartedRanks
+from syncline.page import serving
 from syncline.worker.job import Job
 
 #: Said for `syncline run`, which starts processes itself.
@@ -46,6 +47,8 @@ LOOK_SECONDS, NOTICE_SECONDS = 0.25, 5.0
 SAME_SECONDS = 1.0
 #: For the coordinator and the servers to end after a failure, before rank 0 ends.
 END_SECONDS = 10.0
+#: For the job of an earlier start to let go of the page's port.
+PORT_SECONDS = 10.0
 
 
 def settle(world: StartedRanks) -> dict[str, Any]:
@@ -147,7 +150,11 @@ class HostProcess:
         else:
             secret, token_path = secrets.token_hex(32).encode(), str(rendezvous.own_token_path(world))
         meeting = rendezvous.meeting_of(secret, world.run, given)
-        with rendezvous.listen(meeting, world, rendezvous.address_of(world, config.bind)) as sock:
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(rendezvous.listen(meeting, world, rendezvous.address_of(world, config.bind)))
+            page, page_code = page_socket(config, PORT_SECONDS), serving.new_code()
+            if page is not None:
+                stack.enter_context(page)
             if not config.name:
                 given = {**given, "name": claim_name(pathlib.Path(config.runs), default_name(script))}
                 config = configuration.resolve(given)
@@ -157,6 +164,8 @@ class HostProcess:
                 file=file,
                 host=host,
                 listen_fd=sock.fileno(),
+                page_fd=page.fileno() if page is not None else None,
+                page_code=page_code,
                 num_servers=0 if config.is_ring else config.servers,
                 launcher=world.launcher,
                 restarts=world.restarts,
@@ -169,9 +178,10 @@ class HostProcess:
                 [sys.executable, "-m", "syncline.launch.rank_host"],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=[sock.fileno()],
+                pass_fds=[one.fileno() for one in (sock, page) if one is not None],
                 env=configuration.inherited_environment({"PYTHONUNBUFFERED": "1"}),
             )
+            link = serving.link_of(page, page_code) if page is not None else ""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, and said why
             self._process.stdin.write(msgspec.json.encode(plan) + b"\n")
@@ -184,6 +194,7 @@ class HostProcess:
             protection_of(config, ()) if config.is_ring else "",
             f"logs are in {pathlib.Path(config.runs) / config.name}/; `syncline why {config.name}` says what the job "
             "waits for",
+            f"the page: {link}" if link else "",
         ):
             if line:
                 sys.stderr.write(f"syncline: {line}\n")

@@ -273,8 +273,10 @@ def bound_host(config: JobConfig) -> str:
     return (config.bind.rpartition(":")[0] if _has_port(config.bind) else config.bind).strip("[]")
 
 
-def page_socket(config: JobConfig) -> socket.socket | None:
-    """The socket of the web page; it stays when the coordinator starts again. None: there is no page."""
+def page_socket(config: JobConfig, seconds: float = 0.0) -> socket.socket | None:
+    """The socket of the web page; it stays when the coordinator starts again. None: there is no page. `seconds`: for
+    an earlier job that ends to let go of its port.
+    """
     is_there = all(
         importlib.util.find_spec(name) is not None for name in ("starlette", "uvicorn", "prometheus_client")
     )
@@ -283,7 +285,7 @@ def page_socket(config: JobConfig) -> socket.socket | None:
     if not is_there:
         raise ConfigError(f"--page {config.page}: the page needs the extra: pip install 'syncline[page]'")
     page_hosts_of(config.page_host)  # what is wrong there is said before anything starts
-    return serving.listen(config.page)
+    return serving.listen(config.page, seconds=seconds)
 
 
 def _has_port(text: str) -> bool:

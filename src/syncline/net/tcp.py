@@ -24,6 +24,8 @@ from syncline.net.transport import Connection, Peer
 
 #: A vanished host is noticed after about this long.
 KEEPALIVE_SECONDS = 45
+#: Between two tries to bind a port that is in use.
+_AGAIN_SECONDS = 0.1
 
 
 def is_loopback(host: str) -> bool:
@@ -281,17 +283,24 @@ def _why_not(error: Exception) -> str:
     return f"was refused: {type(error).__name__}: {error}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; an error that says so if the port is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(128)  # before this, two sockets could be bound to one port
-    except (OSError, OverflowError, UnicodeError) as error:
-        sock.close()
-        where = f"{host}:{port}" if port else host
-        hint = "choose another port with --bind, or 0 for any" if port else "is it an address of this host?"
-        raise ConfigError(f"cannot listen on {where}: {getattr(error, 'strerror', error)}; {hint}") from None
-    return sock
+def bind(host: str, port: int, option: str = "--bind", seconds: float = 0.0) -> socket.socket:
+    """A listening TCP socket; an error that says so if the port is in use. `option`: with which it can be said.
+    `seconds`: for a process that ends to let go of the port.
+    """
+    family, until = socket.AF_INET6 if ":" in host else socket.AF_INET, time.monotonic() + seconds
+    while True:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(128)  # before this, two sockets could be bound to one port
+            return sock
+        except (OSError, OverflowError, UnicodeError) as error:
+            sock.close()
+            if getattr(error, "errno", None) != errno.EADDRINUSE or time.monotonic() >= until:
+                where = f"{host}:{port}" if port else host
+                hint = (
+                    f"choose another port with {option}, or 0 for any" if port else "is it an address of this host?"
+                )
+                raise ConfigError(f"cannot listen on {where}: {getattr(error, 'strerror', error)}; {hint}") from None
+        time.sleep(_AGAIN_SECONDS)

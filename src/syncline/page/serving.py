@@ -125,8 +125,10 @@ class PageServer:
             await asyncio.wait([serving], timeout=_LOOK_SECONDS)
 
 
-def listen(where: str) -> socket.socket:
-    """The socket of the page. `where`: auto, PORT, ADDRESS or ADDRESS:PORT; loopback unless it names an address."""
+def listen(where: str, option: str = "--page", seconds: float = 0.0) -> socket.socket:
+    """The socket of the page. `where`: auto, PORT, ADDRESS or ADDRESS:PORT; loopback unless it names an address.
+    `option`: with which that can be said. `seconds`: for a page that ends to let go of the port.
+    """
     host, port = "127.0.0.1", 0
     if where != "auto":
         said, _, number = where.rpartition(":")
@@ -135,11 +137,12 @@ def listen(where: str) -> socket.socket:
         elif ":" not in where or where.endswith("]"):
             said, number = where, "0"
         if not (number.isdecimal() and int(number) <= 65_535):
-            raise ConfigError(f"--page {where!r}: give off, PORT, ADDRESS or ADDRESS:PORT, e.g. 8080 or 0.0.0.0:8080")
+            off = "off, " if option == "--page" else ""
+            raise ConfigError(
+                f"{option} {where!r}: give {off}PORT, ADDRESS or ADDRESS:PORT, e.g. 8080 or 0.0.0.0:8080"
+            )
         host, port = said.strip("[]") or host, int(number)
-    sock = tcp.bind(host, port)
-    sock.listen(64)
-    return sock
+    return tcp.bind(host, port, option, seconds)
 
 
 def address_of(sock: socket.socket) -> str:
