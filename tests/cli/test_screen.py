@@ -282,6 +282,43 @@ def test_of_job_steps_the_line_says_steps() -> None:
     )
 
 
+def test_a_member_that_repeats_itself_does_not_flood_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member for itself; what the launcher says counts each time."""
+    terminal = Terminal(monkeypatch)
+    with terminal.open() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with TerminalScreen("sync", clock := Clock()) as screen:
+            for _ in range(2_000):
+                screen.line("worker-1", "the same again")
+                screen.line("worker-0", "as always")
+                screen.line("server-0", "syncline: server-0: refuses a push")
+            for _ in range(5):
+                screen.line("launcher", "syncline: worker-1 starts again")
+            clock.now += 61.0
+            screen.progress(standings(61.0, {"worker-0": 1}))
+            screen.line("worker-1", "the same again")
+            for _ in range(11):
+                screen.line("worker-0", "at last")
+            screen.verdict("the job has finished")
+    written = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.close())
+    lines = [line for line in re.split(r"[\r\n]+", written) if line]
+    assert [lines.count(one) for one in ("worker-1 | the same again", "as always", "at last")] == [11, 10, 10]
+    assert lines.count("syncline: server-0: refuses a push") == 10
+    assert lines.count("syncline: worker-1 starts again") == 5
+    assert re.findall(r"syncline: (\S+) printed this line (\S+) more", written) == [
+        ("worker-1", "1,990"), ("worker-0", "1,990"), ("server-0", "1,990"), ("worker-0", "1"),
+    ], lines  # fmt: skip
+    assert written.index("1 more time") < written.index("the job has finished")
+
+
+def test_files_and_pipes_have_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with TerminalScreen("sync", Clock()) as screen:
+        for _ in range(1_000):
+            screen.line("worker-1", "the same again")
+    assert capsys.readouterr().out == "worker-1 | the same again\n" * 1_000
+
+
 STRAGGLER = JobVerdict(kind="straggler", subject="worker-1", text="worker-1 is slow", advice="see its host")
 
 

@@ -19,6 +19,7 @@ from syncline.cli.standing import MOST_MISSING, duration
 from syncline.core.leasing.progress import epoch_told, shares
 from syncline.core.metrics import told
 from syncline.core.pipelining.telling import stages_told
+from syncline.core.repeats import SameLines
 from syncline.core.units import counted
 from syncline.core.wire.control import Standings
 
@@ -41,7 +42,8 @@ MOST_READINGS = 3
 class TerminalScreen:
     """Shows the chief's lines unchanged, the others' with their names, and progress below.
 
-    `quiet`: without the launcher's first lines, and without progress. `as_json`: every line is one of JSON.
+    On a terminal, what a member prints again and again is folded; files and pipes have every line. `quiet`: without
+    the launcher's first lines, and without progress. `as_json`: every line is one of JSON.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class TerminalScreen:
             redirect_stderr=False,
         )
         self._is_live = self._console.is_terminal and not _is_pipe() and not quiet and not as_json
+        self._same: dict[str, SameLines] = {}  # by member
         self._lock = threading.Lock()
         # since when samples are counted; each worker's count then
         self._last: tuple[float, dict[str, int]] = (0.0, {})
@@ -78,6 +81,7 @@ class TerminalScreen:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._tell_folded(is_over=True)
         if self._is_live:
             self._live.stop()
 
@@ -87,7 +91,23 @@ class TerminalScreen:
         elif self._quiet and member == "launcher" and self._began is None:
             return  # what the job is, and where its logs are
         else:
-            self._write(text if member == "worker-0" or text.startswith("syncline: ") else f"{member} | {text}")
+            for one in self._unfolded(member, text):
+                self._write(one if member == "worker-0" or one.startswith("syncline: ") else f"{member} | {one}")
+
+    def _unfolded(self, member: str, text: str) -> list[str]:
+        """The lines to show for this one. What the launcher says counts each time."""
+        if member == "launcher" or not sys.stdout.isatty():
+            return [text]
+        with self._lock:
+            return self._same.setdefault(member, SameLines(member)).add(text, self._clock())
+
+    def _tell_folded(self, *, is_over: bool = False) -> None:
+        """How often lines were not shown."""
+        with self._lock:
+            told = [line for same in self._same.values() for line in same.flush(self._clock(), is_over=is_over)]
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the logs have all lines
+            for line in told:
+                self._write(line)
 
     def _write(self, shown: str) -> None:
         with self._lock:
@@ -103,6 +123,7 @@ class TerminalScreen:
         text = "" if _is_ending(standings) else self.describe(standings)
         for found in self._new_verdicts(standings):
             self.line("coordinator", found if self._as_json else f"syncline: {found}")
+        self._tell_folded()
         if self._quiet:
             return
         if self._as_json:
@@ -205,6 +226,7 @@ class TerminalScreen:
         if self._is_live:
             with self._lock:
                 self._show_live("")
+        self._tell_folded(is_over=True)
         try:
             self._write(f"syncline: {text}")
         except (OSError, ValueError):  # standard output is closed, or cannot encode a character
