@@ -1,7 +1,8 @@
 """Syncline trains one model on many processes: parameters on servers, the same script on a laptop or a cluster.
 
 errors, config, stats      the ground: what is raised, what can be set, what is counted
-extensions, faults, usage  the user's own code by name; points where tests end a process; what a process uses
+extensions, faults         the user's own code by name; points where tests end a process
+usage, gpus                what a process uses of its machine; how busy its GPUs are
 core/                      pure: messages, layout, placement, policy, rounds, membership, liveness, order, splits
 net/                       frames, sockets, shared memory, the in-process twin, calls
 store/                     what outlives a process: the coordinator's journal, checkpoints

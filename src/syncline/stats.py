@@ -210,6 +210,7 @@ class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
     cpu_seconds: float = 0.0  #: of all its threads, and of processes of its own that have ended
     memory_bytes: int = 0  #: resident now
     gpu_bytes: int = 0  #: held on GPUs now, as far as known
+    gpu_busy: float | None = None  #: part of the time in which a kernel ran on these GPUs, of any process
 
 
 class MemberStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,6 +274,7 @@ class MemberFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cores: float = 0.0  #: kept busy
     memory_bytes: int = 0
     gpu_bytes: int = 0
+    gpu_busy: float | None = None  #: part of the time in which a kernel ran on its GPUs; None: not known
     sent_per_second: float = 0.0  #: bytes; over sockets, and pushed through shared memory
     received_per_second: float = 0.0
     peers: dict[str, float] = {}  #: members -> bytes per second sent to them

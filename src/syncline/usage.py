@@ -9,19 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from syncline.gpus import GpuMeter
 from syncline.stats import MemberStats, ProcessStats, ServerStats, WireStats
 
 #: How often a member sends its numbers with a heartbeat, about: a heartbeat that comes a little early counts.
 EVERY_SECONDS, EARLY_SECONDS = 1.0, 0.1
 #: Peers named in a member's numbers: those with the most bytes.
 MOST_PEERS = 32
+_METER = GpuMeter()
 
 
 def process_stats() -> ProcessStats:
     """The numbers of this process, now."""
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    return ProcessStats(cpu_seconds=seconds, memory_bytes=_resident(own.ru_maxrss), gpu_bytes=_on_gpus())
+    held, busy = _on_gpus()
+    return ProcessStats(cpu_seconds=seconds, memory_bytes=_resident(own.ru_maxrss), gpu_bytes=held, gpu_busy=busy)
 
 
 def _resident(peak: int) -> int:
@@ -33,16 +36,20 @@ def _resident(peak: int) -> int:
         return peak * (1 if sys.platform == "darwin" else 1024)
 
 
-def _on_gpus() -> int:
-    """What torch's allocator holds. Looking must not initialize CUDA."""
+def _on_gpus() -> tuple[int, float | None]:
+    """What torch's allocator holds, and how busy the GPUs are on which it holds something. Looking must not
+    initialize CUDA.
+    """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     try:
         if cuda is None or not cuda.is_initialized():
-            return 0
-        return sum(int(cuda.memory_reserved(number)) for number in range(cuda.device_count()))
+            return 0, None
+        held = {number: int(cuda.memory_reserved(number)) for number in range(cuda.device_count())}
+        ids = [str(getattr(cuda.get_device_properties(number), "uuid", "")) for number, size in held.items() if size]
+        return sum(held.values()), _METER.busy(ids) if any(ids) else None
     except Exception:  # half imported, or another torch
-        return 0
+        return 0, None
 
 
 class TellsStats:

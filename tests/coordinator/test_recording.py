@@ -39,7 +39,7 @@ def test_it_writes_what_happens(jobs: Jobs, tmp_path: pathlib.Path, monkeypatch:
     seen: list[JobLook] = []
     own.watch(seen.append)
     own.start()
-    stats = MemberStats(process=ProcessStats(cpu_seconds=1.0, memory_bytes=7))
+    stats = MemberStats(process=ProcessStats(cpu_seconds=1.0, memory_bytes=7, gpu_bytes=9, gpu_busy=0.25))
     job["worker-0"].ask(Heartbeat(step=3, stats=stats))
     for name in ("worker-0", "worker-1"):
         job[name].ask(Metrics(1, {"loss": (0.5, 1.0), "odd/name-1": (2.0, 1.0)}, step=3))
@@ -54,7 +54,10 @@ def test_it_writes_what_happens(jobs: Jobs, tmp_path: pathlib.Path, monkeypatch:
     assert {"loss": 0.5, "odd/name-1": 2.0} in [line.get("metrics") for line in metrics]
     reader = SeriesReader(tmp_path / "series.db")
     assert reader.curve("loss").value == [0.5] and reader.facts().keys() >= {"look", "settings"}
-    assert 7.0 in reader.rows("worker-0").columns["memory_bytes"]
+    known = {column: reader.rows("worker-0").columns[column] for column in ("memory_bytes", "gpu_bytes", "gpu_busy")}
+    assert 7.0 in known["memory_bytes"] and 9.0 in known["gpu_bytes"] and 0.25 in known["gpu_busy"]
+    assert 0.25 in reader.rows().columns["gpu_busy"], "in the mean over the members that know it"
+    assert "gpu_busy" not in reader.rows("worker-1").columns
     assert seen[-1].figures.members and [look.number for look in seen] == sorted(look.number for look in seen)
 
 

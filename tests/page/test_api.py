@@ -21,7 +21,7 @@ from syncline.core.series import point
 from syncline.errors import ConfigError
 from syncline.page import serving
 from syncline.page.hosts import hosts_of, page_hosts_of
-from syncline.stats import JobLook
+from syncline.stats import JobLook, MemberFigures
 from syncline.store.series import SeriesWriter
 
 pytest.importorskip("starlette")
@@ -260,6 +260,13 @@ def test_prometheus_can_read_the_metrics(page: Served) -> None:
     assert ("syncline_worker_samples_total", "", "server-0", "server") not in values
     assert all(families[f"syncline_{name}"].type == "counter" for name in totals), "what rate() needs"
     assert values[("syncline_staleness_updates_bucket", "1.0")] == 7
+    busy = [sample.labels["member"] for sample in families["syncline_member_gpu_busy_ratio"].samples]
+    assert busy == [], "what is not known is no zero"
+    gpu = MemberFigures(name="worker-1", role="worker", gpu_bytes=5, gpu_busy=0.75)
+    page.job.show(look(4, members=(gpu, MemberFigures(name="worker-2", role="worker"))))
+    told = page.get("/metrics")[2].decode()
+    assert 'syncline_member_gpu_busy_ratio{host="",member="worker-1",role="worker"} 0.75' in told
+    assert told.count("syncline_member_gpu_busy_ratio{") == 1
 
 
 def test_the_whole_page_is_light(page: Served) -> None:

@@ -132,6 +132,26 @@ def test_a_look_is_told_in_words_and_pictures(page: Served, browser: Any) -> Non
     assert [one for one in errors if "404" not in one] == []
 
 
+def test_gpus_are_shown_where_there_are_any(page: Served, browser: Any) -> None:
+    """A GPU that no driver tells of has its memory only. Without a GPU there is no column, and no chart of zeros."""
+    plain = tuple(MemberFigures(name=f"worker-{k}", role="worker") for k in range(3))
+    page.job.show(look(1, members=plain))
+    shown, errors = opened(browser, page.server.new_link())
+    wait_until(shown, "document.querySelectorAll('#member-table tbody tr').length === 3")
+    titles = "[...document.querySelectorAll('#machine-charts > :not([hidden])')].map((one) => one.innerText)"
+    assert "GPU" not in shown.locator("#member-table thead").inner_text()
+    assert "GPU" not in "".join(shown.evaluate(titles))
+    told = ({"gpu_bytes": 3 * 10**9, "gpu_busy": 0.9}, {"gpu_bytes": 10**9}, {})
+    mixed = tuple(msgspec.structs.replace(one, **more) for one, more in zip(plain, told, strict=True))
+    show(page, look(2, members=mixed))
+    wait_until(shown, "document.querySelector('#member-table thead').innerText.includes('GPU')")
+    rows = shown.locator("#member-table tbody tr").all_inner_texts()
+    assert ["3 GB, 90 %" in rows[0], "1 GB" in rows[1] and "%" not in rows[1], "GB" not in rows[2]] == [True] * 3
+    wait_until(shown, f"{titles}.some((one) => one.includes('GPUs busy')) && {titles}.join().includes('90 %')")
+    assert "GPU memory" in "".join(shown.evaluate(titles))
+    assert [one for one in errors if "404" not in one] == []
+
+
 def test_media_are_shown_as_cards(page: Served, tmp_path: pathlib.Path, browser: Any) -> None:
     """An image, a histogram and a text; the slider shows earlier steps, and a text is never read as a page."""
     media = [

@@ -318,6 +318,8 @@ def whole_row(figures: JobFigures) -> dict[str, float]:
         "received_per_second": sum(member.received_per_second for member in figures.members),
         "longest_wait_seconds": max((wait.seconds for wait in figures.waits), default=0.0),
     }
+    if busy := [member.gpu_busy for member in figures.members if member.gpu_busy is not None]:
+        row["gpu_busy"] = sum(busy) / len(busy)
     for phase in ("compute", "data", "stage", "wait", "pull") if steps else ():
         row[phase] = sum(getattr(member, phase) * member.num_steps for member in workers) / steps
     rounds = [member.apply for member in servers if member.num_rounds]
@@ -336,6 +338,8 @@ def member_row(member: MemberFigures) -> dict[str, float]:
     }
     if member.gpu_bytes:
         row["gpu_bytes"] = member.gpu_bytes
+    if member.gpu_busy is not None:
+        row["gpu_busy"] = member.gpu_busy
     if member.role == "worker":
         row |= {"lag": member.lag, "samples_per_second": member.samples_per_second}
         if member.num_steps:

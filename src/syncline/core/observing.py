@@ -185,6 +185,7 @@ class Observer:
             cores=told.cores,
             memory_bytes=now.stats.process.memory_bytes,
             gpu_bytes=now.stats.process.gpu_bytes,
+            gpu_busy=now.stats.process.gpu_busy,
             sent_per_second=told.sent + shared,
             received_per_second=told.received,
             peers={name: rate for name, rate in peers.items() if rate >= LEAST_BYTES_PER_SECOND},

@@ -81,8 +81,9 @@ def _of_members(members: tuple[MemberFigures, ...]) -> Iterator[Metric]:
     def gauge(name: str, text: str, field: str, role: str = "") -> Metric:
         family = GaugeMetricFamily(name, text, labels=["member", "role", "host"])
         for member in members:
-            if not role or member.role == role:
-                family.add_metric([member.name, member.role, member.host], getattr(member, field))
+            value = getattr(member, field)
+            if value is not None and (not role or member.role == role):
+                family.add_metric([member.name, member.role, member.host], value)
         return family
 
     def counter(name: str, text: str, field: str, role: str = "") -> Metric:
@@ -95,6 +96,7 @@ def _of_members(members: tuple[MemberFigures, ...]) -> Iterator[Metric]:
 
     yield gauge("syncline_member_memory_bytes", "Resident memory.", "memory_bytes")
     yield gauge("syncline_member_gpu_memory_bytes", "Memory held on GPUs.", "gpu_bytes")
+    yield gauge("syncline_member_gpu_busy_ratio", "Part of the time in which its GPUs computed.", "gpu_busy")
     yield gauge("syncline_member_busy_cores", "Cores kept busy.", "cores")
     yield gauge("syncline_member_sent_bytes_per_second", "Bytes sent.", "sent_per_second")
     yield gauge("syncline_member_received_bytes_per_second", "Bytes received.", "received_per_second")

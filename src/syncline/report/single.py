@@ -16,6 +16,8 @@ from syncline.store.series import Series
 MOST_CHARTS, MOST_LISTED = 60, 1_000
 MOST_EVENTS, MOST_TILES = 500, 6
 _PHASES = ("compute", "data", "stage", "wait", "pull", "apply")
+_PHASE_COLORS = (0, 1, 2, 7, 3, 4)  #: as on the page
+_COLOR_OF = dict(zip(_PHASES, _PHASE_COLORS, strict=True))
 _PHASE_NAMES = ("compute", "waiting for data", "stage", "wait", "pull", "apply")
 
 
@@ -43,7 +45,7 @@ def _parts(run: RunRecord) -> Iterator[str]:
 
 def _tiles(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "steps", f"{run.step:,}"
-    yield "time, without the start", seconds_told(run.seconds)
+    yield "running time", seconds_told(run.seconds)
     if run.samples_per_second:
         yield "samples per second", number_told(run.samples_per_second)
     yield "workers, servers", f"{_most(run.figures, 'num_workers')}, {_most(run.figures, 'num_servers')}"
@@ -90,7 +92,7 @@ def _over_time(run: RunRecord, title: str, names: Sequence[tuple[str, str]], **m
     """A chart of columns of the job as a whole."""
     ats = [at - run.began_at for at in run.figures.at]
     lines = [
-        Line(label=label, x=ats, y=run.figures.columns[name], color=number)
+        Line(label=label, x=ats, y=run.figures.columns[name], color=_COLOR_OF.get(name, number))
         for number, (name, label) in enumerate(names)
         if any(run.figures.columns.get(name, ()))
     ]
@@ -117,7 +119,7 @@ def _steps(run: RunRecord) -> str:
         bars(
             [(name, [parts[k] for k in shown], end) for name, parts, end in rows],
             [_PHASE_NAMES[k] for k in shown],
-            colors=shown,
+            colors=[_PHASE_COLORS[k] for k in shown],
         ),
         left_out,
         charts(
@@ -162,6 +164,7 @@ def _machine(run: RunRecord) -> str:
                     unit=bytes_told,
                 ),
                 _over_time(run, "GPU memory", [("gpu_bytes", "memory")], unit=bytes_told),
+                _over_time(run, "GPUs busy, part of the time", [("gpu_busy", "busy")]),
             ]
         ),
     )  # fmt: skip

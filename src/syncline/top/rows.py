@@ -137,6 +137,7 @@ def facts(member: MemberFigures) -> list[str]:
     lines.append(
         f"{member.cores:.2f} cores, {bytes_told(member.memory_bytes)} of memory"
         + (f", {bytes_told(member.gpu_bytes)} on GPUs" if member.gpu_bytes else "")
+        + (f", which are busy {member.gpu_busy:.0%} of the time" if member.gpu_busy is not None else "")
         + f"; heard of {member.heard_seconds:.1f} s ago, round trip {seconds_told(member.rtt_seconds)}"
     )
     lines.append(f"sends {bytes_told(member.sent_per_second)}/s, receives {bytes_told(member.received_per_second)}/s")

@@ -12,6 +12,7 @@ let run = null, live = null, list = [], axis = "step", chosen = "", isAway = fal
 const MOST_CHARTS = 24, CATCH_UP_MS = 2000;
 const overlays = new Map(); // run -> its Curves
 const metricCharts = new Map();
+const OPTIONAL = new Set(["samples_per_second", "gpu_bytes", "gpu_busy"]); // no chart of zeros
 let stepCharts = [], machineCharts = [], memberCharts = [];
 const media = new Media($("media-cards"), $("media-note"), $("media"), $("media-link"));
 const marks = () => run?.events ?? [];
@@ -59,7 +60,7 @@ function overlayLine(one) {
     metricCharts.clear();
     if (run?.isLoaded) drawMetrics();
   } });
-  return el("label", {}, box, one.name);
+  return el("label", { "data-run": one.name }, box, one.name);
 }
 
 // Nothing of the run before stays. Of two quick choices the later one counts, whichever is loaded first.
@@ -70,6 +71,7 @@ async function open(name) {
   run = new Run(name);
   const own = run;
   $("run").value = name;
+  for (const line of $("overlay-list").children) line.hidden = line.dataset.run === name; // it is shown already
   try { await own.load(shownOf); } catch (error) {
     if (turn !== opening) return;
     run = null;
@@ -200,10 +202,10 @@ function drawTiles() {
     const left = epoch.num_samples && figures.samples_per_second && !epoch.is_steps ? (epoch.num_samples - epoch.num_done) / figures.samples_per_second : 0;
     tiles.push(tile(epoch.is_steps ? "of all steps" : `epoch ${epoch.epoch + 1}`, epoch.num_samples ? percent(done) : number(epoch.num_done), left ? `${duration(left)} left` : " ", done));
   }
-  tiles.push(tile("throughput", el("span", {}, figures.samples_per_second ? number(figures.samples_per_second) : number(figures.steps_per_second ?? 0), el("small", {}, figures.samples_per_second ? "samples/s" : "steps/s")), " "));
+  tiles.push(tile("throughput", number(figures.samples_per_second || (figures.steps_per_second ?? 0)), figures.samples_per_second ? "samples/s" : "steps/s"));
   for (const [name, value] of Object.entries(figures.readings ?? {}).slice(0, 3)) tiles.push(tile(name, number(value), " "));
   const dead = members.length - alive.length;
-  tiles.push(tile("members", `${workers} + ${servers}`, dead ? `${dead} dead` : `${workers === 1 ? "worker" : "workers"} and ${servers === 1 ? "server" : "servers"}`));
+  tiles.push(tile("members", `${workers} + ${servers}`, dead ? `${dead} dead` : `${workers === 1 ? "worker" : "workers"}, ${servers === 1 ? "server" : "servers"}`));
   const waits = (figures.waits ?? []).map((one) => one[3] ?? one.seconds ?? 0);
   tiles.push(tile("running for", duration(figures.seconds ?? 0), waits.length && Math.max(...waits) >= 1 ? `longest wait ${seconds(Math.max(...waits))}` : " "));
   fill($("tiles"), ...tiles);
@@ -293,7 +295,7 @@ function makeCharts() {
   });
   const rate = (value) => `${bytes(value)}/s`;
   stepCharts = make($("step-charts"), [["samples a second", ["samples_per_second"], number], ["steps a second", ["steps_per_second"], number], ["time of a step, mean of the workers", PHASES, seconds, PHASES.map((phase) => (phase === "apply" ? "apply (in the wait)" : phase))]]);
-  machineCharts = make($("machine-charts"), [["memory of all members", ["memory_bytes"], bytes], ["cores kept busy", ["cores"], number], ["sent and received", ["sent_per_second", "received_per_second"], rate, ["sent", "received"]], ...(Math.max(0, ...(run.rows.columns.gpu_bytes ?? [])) ? [["GPU memory", ["gpu_bytes"], bytes]] : [])]);
+  machineCharts = make($("machine-charts"), [["memory of all members", ["memory_bytes"], bytes], ["cores kept busy", ["cores"], number], ["sent and received", ["sent_per_second", "received_per_second"], rate, ["sent", "received"]], ["GPU memory", ["gpu_bytes"], bytes], ["GPUs busy, part of the time", ["gpu_busy"], percent]]);
 }
 
 function drawSeries() {
@@ -302,7 +304,7 @@ function drawSeries() {
   for (const chart of [...stepCharts, ...machineCharts]) {
     const data = chart.columns.map((column) => columns[column] ?? none);
     const last = data.length === 1 ? data[0].at(-1) : null;
-    chart.element.hidden = chart.columns[0] === "samples_per_second" && !data[0].some((value) => value > 0);
+    chart.element.hidden = OPTIONAL.has(chart.columns[0]) && !data[0].some((value) => value > 0);
     if (chart.element.hidden) continue;
     chart.set([at, ...data], last === null || last === undefined ? "" : chart.unit(last));
   }

@@ -193,6 +193,8 @@ export function rowOf(figures) {
     sent_per_second: sum(members, "sent_per_second"), received_per_second: sum(members, "received_per_second"),
   };
   for (const phase of steps ? OF_WORKERS : []) row[phase] = workers.reduce((total, one) => total + (one[phase] ?? 0) * (one.num_steps ?? 0), 0) / steps;
+  const busy = members.filter((one) => one.gpu_busy != null);
+  if (busy.length) row.gpu_busy = sum(busy, "gpu_busy") / busy.length;
   if (rounds.length) row.apply = Math.max(...rounds.map((one) => one.apply ?? 0));
   return row;
 }

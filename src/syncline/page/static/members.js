@@ -20,7 +20,7 @@ const COLUMNS = [
   ["samples/s", (one) => one.samples_per_second ?? 0, (one) => (one.samples_per_second ? number(one.samples_per_second) : "")],
   ["cores", (one) => one.cores ?? 0, (one) => number(Math.round(100 * (one.cores ?? 0)) / 100)],
   ["memory", (one) => one.memory_bytes ?? 0, (one) => bytes(one.memory_bytes ?? 0)],
-  ["GPU", (one) => one.gpu_bytes ?? 0, (one) => (one.gpu_bytes ? bytes(one.gpu_bytes) : ""), "optional"],
+  ["GPU", (one) => one.gpu_bytes ?? 0, (one) => (one.gpu_bytes ? bytes(one.gpu_bytes) + (one.gpu_busy == null ? "" : `, ${percent(one.gpu_busy)}`) : ""), "optional"],
   ["sends", (one) => one.sent_per_second ?? 0, (one) => `${bytes(one.sent_per_second ?? 0)}/s`],
   ["stages busy", (one) => one.stages?.length ?? 0, (one) => (one.stages ?? []).map((stage) => percent(busy(stage))).join(", "), "optional"],
   ["rtt", (one) => one.rtt_seconds ?? 0, (one) => seconds(one.rtt_seconds ?? 0), "hide-phone"],
