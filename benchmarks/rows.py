@@ -16,10 +16,11 @@ from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
 from benchmarks.serve_load import flood, follow_latency, followed
 from benchmarks.serving import batching, one_connection, processor, replica_memory, throughput
-from benchmarks.showing import showing, showing_alone
+from benchmarks.showing import showing, showing_alone, tracing
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
 from benchmarks.stages import pipeline
 from benchmarks.starting import start, start_beside_plain
+from benchmarks.task import Task
 from benchmarks.training import beside_ddp, beside_nccl, beside_strangers, early_beside_late, embedded, on_device
 from benchmarks.words import KIB, MIB
 from syncline.errors import ConfigError
@@ -173,6 +174,12 @@ def _shown_rows() -> list[Row]:
         coordinator_memory_of_many("hundreds-memory", 192, 8, 200e6, reach=_at_most(1)),
         showing("showing", "lenet", "LeNet batch 64, Adam", reach=_at_most(1.02)),
         showing_alone("showing-alone", "lenet", "LeNet batch 64, Adam", 0.02, reach=_at_most(1)),
+        tracing(
+            "tracing", Task(kind="train", model="lenet", num_threads=1), "LeNet batch 64, Adam", reach=_at_most(1.05)
+        ),
+        tracing(
+            "tracing-small", Task(kind="push_pull", num_bytes=SMALL), "push-pull of 4 KiB", reach=Reach("printed")
+        ),
     ]
 
 

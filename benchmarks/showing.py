@@ -1,4 +1,5 @@
-"""The rows about showing a job: what its page, its browser and its sinks take, in processor time of a step."""
+"""The rows about showing a job: what its page, its browser and its sinks take, in processor time of a step; and what
+`--trace` takes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from benchmarks.match import Gauge, play
 from benchmarks.processor import check_is_measured, seconds_of
@@ -106,18 +108,21 @@ class Coordinator(Mapping[str, int]):
         return sum(1 for _ in self)
 
 
-def _sides(model: str, effort: Effort) -> tuple[ShownJob, JobSide, Effort]:
-    """A job as it is by default, and one without page and sinks."""
-    check_is_measured()
-    longer = dataclasses.replace(
+def _longer(effort: Effort) -> Effort:
+    return dataclasses.replace(
         effort,
         turn_seconds=max(effort.turn_seconds, TURN_SECONDS),
         row_seconds=max(effort.row_seconds, ROW_SECONDS),
     )
+
+
+def _sides(model: str, effort: Effort) -> tuple[ShownJob, JobSide, Effort]:
+    """A job as it is by default, and one without page and sinks."""
+    check_is_measured()
     task = Task(kind="train_told", model=model, num_threads=1)
     ours = ShownJob(task, workers=2, transport="shm")
     plain = JobSide(task, workers=2, side="reference", transport="shm", page="off", sink=["off"])
-    return ours, plain, longer
+    return ours, plain, _longer(effort)
 
 
 def _played(ours: ShownJob, plain: JobSide, effort: Effort, of_ours: Gauge, of_plain: Gauge) -> Samples:
@@ -164,6 +169,26 @@ def showing_alone(name: str, model: str, what: str, besides: float, *, reach: Re
         name=name,
         what=f"processor time of the coordinator in a second, {what}, 2 workers, with page, browser and sinks",
         reference=f"the same with --page off --sink off, and {besides:.0%} of a core",
+        reach=reach,
+        measure=measure,
+    )
+
+
+def tracing(name: str, task: Task, what: str, *, reach: Reach) -> Row:
+    """A job that keeps when each phase of every step began and ended, beside one that does not."""
+
+    def measure(effort: Effort) -> Samples:
+        check_is_measured()
+        hidden: dict[str, Any] = {"workers": 2, "transport": "shm", "page": "off", "sink": ["off"]}
+        ours, plain = JobSide(task, trace=True, **hidden), JobSide(task, side="reference", **hidden)
+        spent = Spent({"ours": ours.pids, "reference": plain.pids})
+        gauges = {"ours": spent.gauge("ours"), "reference": spent.gauge("reference")}
+        return play(ours, plain, _longer(effort), gauges=gauges)
+
+    return Row(
+        name=name,
+        what=f"processor time of a step, all processes of the job, {what}, 2 workers, with --trace",
+        reference="the same without --trace",
         reach=reach,
         measure=measure,
     )

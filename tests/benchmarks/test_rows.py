@@ -109,6 +109,7 @@ def test_as_many_processes_on_each_side_as_a_row_says(played: dict[str, Sides]):
         "mlp-ddp": (2, 2),
         "showing": (2, 2),
         "showing-alone": (2, 2),
+        **dict.fromkeys(["tracing", "tracing-small"], (2, 2)),
         **dict.fromkeys(["keras-torch", "keras-jax", "keras-tensorflow", "jax-optax", "jax-rule"], (2, 2)),
         "mlp-ring": (2, 2),
         "mlp-12": (12, 12),
@@ -143,6 +144,9 @@ def test_jobs_are_set_as_a_row_says(played: dict[str, Sides]):
             {"workers": 2, "servers": 1, "transport": "shm", "page": "off", "sink": ["off"]},
         )
     assert jobs["mlp-ring"] == {"transport": "shm"} and played["mlp-ring"][0].settings["exchange"] == "ring"
+    for name in ("tracing", "tracing-small"):
+        traced, plain, _ = played[name]
+        assert traced.settings == {**plain.settings, "trace": True} and "trace" not in plain.settings
     nccl = played["nccl-1"][0].settings
     assert (nccl["exchange"], nccl["sums"], nccl["workers"]) == ("ring", "nccl", 1)
     assert jobs["server-memory-tcp"] == settings(played["server-memory-tcp"][1]) == {**one_shm, "transport": "tcp"}
@@ -181,7 +185,9 @@ def test_with_a_window_the_first_steps_are_not_counted(played: dict[str, Sides])
 
 def test_turns_on_a_gpu_and_of_differences_are_longer(played: dict[str, Sides], fast: Effort):
     longer = {name for name, (_, _, effort) in played.items() if effort.turn_seconds > fast.turn_seconds}
-    assert longer == {name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax", "showing"))}
+    assert longer == {
+        name for name in played if name.startswith(("cuda-", "nccl-", "keras-", "jax", "showing", "tracing"))
+    }
 
 
 def test_the_partner_of_the_bare_echo_is_in_the_other_namespace(played: dict[str, Sides], tmp_path: Any):
