@@ -4,6 +4,8 @@ import { color, el, fill, moment, number, when } from "/words.js";
 
 const MARKS = { death: "bad", join: "good", checkpoint: "accent", stop: "warn", verdict: "warn", promotion: "warn", scale: "good", coordinator: "warn" };
 export const PALETTE = ["accent", "data", "stage", "pull", "apply", "good", "warn", "bad"];
+// Seconds between two times on an axis.
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, ...[1, 2, 7, 14, 30, 90, 365].map((days) => 86_400 * days)];
 const charts = new Set();
 
 export class Chart {
@@ -41,7 +43,7 @@ export class Chart {
       cursor: { points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: inTime }, y: { range: (plot, low, high) => this.range(low, high) } },
       axes: [
-        { ...axis, size: 26, space: (plot, index, low, high) => (inTime && high - low > 86_400 ? 96 : 60), ...(inTime ? { values: (plot, splits) => splits.map((at) => moment(at, plot.scales.x.max - plot.scales.x.min)) } : { values: (plot, splits) => splits.map(number), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) },
+        { ...axis, size: 26, space: (plot, index, low, high) => (inTime ? (high - low > 86_400 ? 96 : 60) : 16 + 7 * number(high).length), ...(inTime ? { incrs: TIMES, values: (plot, splits) => splits.map((at) => moment(at, plot.scales.x.max - plot.scales.x.min)) } : { values: (plot, splits) => splits.map(number), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8] }) },
         { ...axis, size: 58, space: 34, values: (plot, splits) => splits.map((value) => this.unit(value)) },
       ],
       series: [{}, ...this.lines.map((line, index) => ({
