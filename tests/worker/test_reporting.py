@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.patience import PATIENCE
+from tests.worker.conftest import TwinCoordinator
 
 from syncline import Rule
-from syncline.core.wire.control import Report
+from syncline.core.wire.control import AskLife, Report
 from syncline.worker import reporting
 
 
@@ -47,6 +48,23 @@ def test_a_report_goes_right_before_a_heartbeat(house: Callable[..., Any], monke
     step(twin)
     twin.handlers.heartbeat()
     assert [report.step for report in reports(twin)] == [1, 2]
+
+
+def test_a_heartbeat_while_the_job_asks_for_its_earlier_lives(
+    house: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the answer takes longer than a heartbeat, which has nothing to report yet."""
+    answer, beaten = TwinCoordinator.answer, []
+
+    def beats_first(self: TwinCoordinator, message: Any) -> Any:
+        if isinstance(message, AskLife):
+            beaten.append(self.house.handlers.heartbeat())
+        return answer(self, message)
+
+    monkeypatch.setattr(TwinCoordinator, "answer", beats_first)
+    twin = house(1, late=True)
+    assert [found.step for found in beaten] == [0]
+    assert not reports(twin)
 
 
 def test_a_timer_reports_where_there_are_no_heartbeats(

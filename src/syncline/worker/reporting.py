@@ -97,17 +97,19 @@ class WorkerReporting:
 
     def __init__(self, job: ReportingJob, link: Link) -> None:
         self._job, self._link = job, link
-        self._has_beats = False
+        self._has_begun = self._has_beats = False
         self._reported_at, self._reported_step = 0.0, -1
         self._stats = TellsStats(lambda: job.exchange.stats() + job.collectives.stats(), job.exchange.peers)
 
     def begin(self, closed: threading.Event) -> None:
-        """Reports periodically until `closed` is set."""
+        """Reports periodically until `closed` is set. Until here the job knows nothing of its earlier lives."""
+        self._has_begun = True
         threading.Thread(target=self._report_regularly, args=(closed,), name="report", daemon=True).start()
 
     def beat(self) -> Heartbeat:
         self._has_beats = True
-        self._report_if_due(0.9 * REPORT_SECONDS)  # a heartbeat may come a little early
+        if self._has_begun:
+            self._report_if_due(0.9 * REPORT_SECONDS)  # a heartbeat may come a little early
         exchange, stages = self._job.exchange, self._job.stages
         samples, seconds = exchange.times.measured
         return Heartbeat(
