@@ -318,6 +318,14 @@ def add_to_environment(extra: Mapping[str, str]) -> None:
     os.environ.update(extra)
 
 
+def num_given_sockets() -> int:
+    """Listening sockets that a supervisor such as systemd gives this process, from descriptor 3 on: `$LISTEN_FDS`."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return 0  # they are a parent's
+    said = os.environ.get("LISTEN_FDS", "")
+    return int(said) if said.isascii() and said.isdigit() else 0
+
+
 def num_gpus() -> int:
     """GPUs that a worker would see, found without loading a framework."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,10 @@ import pytest
 from tests import forked
 from tests.patience import PATIENCE
 from tests.serve.saved import MODEL, Caller, expected, save
+
+from syncline.errors import ConfigError
+from syncline.serve import listening
+from syncline.serve.listening import given
 
 #: Answers nothing while there is a file `wait`; says with a file `busy` that it is asked.
 SLOW = MODEL.replace(
@@ -120,6 +126,48 @@ def test_a_model_that_never_returns_does_not_hold_up_the_end(tmp_path: pathlib.P
                 assert time.monotonic() < deadline
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_socket_of_a_supervisor_stays_open_while_the_server_is_dead(tmp_path: pathlib.Path) -> None:
+    """As systemd gives it. A request that comes meanwhile waits, and the next server answers it."""
+    (tmp_path / "model.py").write_text(MODEL)
+    shell = 'exec 3<&"$0"; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
+    serve = [sys.executable, "-m", "syncline", "serve", "model.py:Net", "--port", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor, port = listener.fileno(), listener.getsockname()[1]
+        command = ["bash", "-c", shell, str(descriptor), *serve]
+        for is_first in (True, False):
+            with (
+                subprocess.Popen(
+                    command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, pass_fds=[descriptor]
+                ) as process,
+                Caller(f"http://127.0.0.1:{port}") as call,
+            ):
+                try:
+                    # The listener is ours too, so this connects at once, and is answered once there is a server.
+                    assert call.post("/predict", {"input": [1, 1, 1, 1]})[0] == 200
+                finally:
+                    process.send_signal(signal.SIGKILL if is_first else signal.SIGTERM)
+                    said = process.communicate(timeout=PATIENCE)[1]
+                assert f"http://127.0.0.1:{port}" in said
+                assert process.returncode == (-signal.SIGKILL if is_first else 0)
+
+
+def test_what_a_supervisor_gives_must_be_one_socket_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    monkeypatch.setenv("LISTEN_FDS", "2")
+    with pytest.raises(ConfigError, match="gives 2 sockets; give one"):
+        given()
+    with socket.socket() as sock:
+        monkeypatch.setattr(listening, "FIRST_GIVEN", os.dup(sock.fileno()))
+        monkeypatch.setenv("LISTEN_FDS", "1")
+        with pytest.raises(ConfigError, match="does not listen for TCP"):
+            given()
+    with pytest.raises(ConfigError, match="cannot be used"):  # it was closed
+        given()
+    monkeypatch.setenv("LISTEN_PID", "1")  # a parent's
+    assert given() is None
 
 
 @pytest.mark.slow

@@ -45,7 +45,9 @@ def serve(
     ] = None,
     pick: PickOption = "best",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0: any free one. A socket of systemd counts more than both.")
+    ] = 8000,
     grpc_port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Listen for gRPC too; 0: on any free port. [default: no]")
     ] = None,
@@ -150,7 +152,8 @@ def serve(
         "runs": runs,
     }
     logging.basicConfig(level=logging.INFO, format=_FORMAT, stream=sys.stderr)
-    from syncline.serve.server import InferenceServer  # uvicorn, which is an extra
+    from syncline.serve.listening import given  # uvicorn, which is an extra
+    from syncline.serve.server import InferenceServer
 
     followed = _followed(follow, runs) if follow is not None else None
     if weights is None and followed is None:
@@ -166,7 +169,7 @@ def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    with InferenceServer(model, weights, follow=followed, **settings) as server:
+    with InferenceServer(model, weights, follow=followed, sock=given(), **settings) as server:
         say_where(server)
         while not ends.wait(_LOOK_SECONDS) and not server.trouble:
             pass

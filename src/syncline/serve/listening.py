@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from syncline.config import num_given_sockets
 from syncline.errors import ConfigError, WaitTimeout
 from syncline.serve.limits import Connections
 from syncline.serve.tls import TlsAcceptor, server_context
@@ -24,6 +25,7 @@ except ImportError as error:
 
 _SWEEP_SECONDS = 0.5
 _BACKLOG = 1024
+FIRST_GIVEN = 3  # by the protocol of systemd
 START_SECONDS = 60.0
 
 #: Started and ended in the event loop, beside HTTP.
@@ -44,6 +46,28 @@ def bind(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error}; choose another port") from None
+    return sock
+
+
+def given() -> socket.socket | None:
+    """The listening socket that a supervisor such as systemd has opened for us (socket activation); None: there is
+    none. ConfigError: there are several, or it is none for HTTP.
+    """
+    num_sockets = num_given_sockets()
+    if not num_sockets:
+        return None
+    words = "the supervisor ($LISTEN_FDS) gives"
+    if num_sockets > 1:
+        raise ConfigError(f"{words} {num_sockets} sockets; give one, for HTTP")
+    try:
+        sock = socket.socket(fileno=FIRST_GIVEN)
+    except OSError as error:
+        raise ConfigError(f"{words} a descriptor that cannot be used: {error}") from None
+    is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+    if not is_tcp or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        sock.close()
+        raise ConfigError(f"{words} a socket that does not listen for TCP; use ListenStream=HOST:PORT")
+    sock.set_inheritable(False)
     return sock
 
 

@@ -43,11 +43,12 @@ class InferenceServer:
         weights: str | os.PathLike[str] | None = None,
         config: ServeConfig | None = None,
         follow: FollowedJob | None = None,
+        sock: socket.socket | None = None,
         **settings: Any,
     ) -> None:
         """`model`: `model.py:Net`, or a class or function that makes the model. `weights`: a folder of checkpoints,
         one of them, or a safetensors file; None: the model as it is made. `follow`: a running job, in their place.
-        `settings`: fields of `ServeConfig`.
+        `sock`: listens already, in place of `host` and `port`. `settings`: fields of `ServeConfig`.
         """
         self.config = resolved(config or ServeConfig(), settings)
         given = os.fspath(weights) if weights is not None else None
@@ -61,6 +62,7 @@ class InferenceServer:
             self._body = _InThisProcess(self.config, model, source)
         self.name = self._body.name
         self._stack = contextlib.ExitStack()
+        self._given = sock
         self._url = ""
         self._token = ""
 
@@ -106,7 +108,7 @@ class InferenceServer:
         with contextlib.ExitStack() as stack:
             folder = folder_of(self.config.runs, self.name)
             stack.enter_context(held(folder))
-            sock = stack.enter_context(bind(self.config.host, self.config.port))
+            sock = stack.enter_context(self._given or bind(self.config.host, self.config.port))
             self._token = self._find_token(folder, sock)
             self._url = url_of(sock, self.config)
             self._body.start(folder, sock, self._token, self._url, stack)
