@@ -316,9 +316,7 @@ class Launcher:
         if life.plan.role == "worker" and self._may_restart and (why := self._why_not_again(life, reason)):
             self._go_on_without(name, reason, exit_code(code), why)
             return
-        again = self._restarts.died(
-            name, life.has_pushed, time.monotonic(), counts=not life.is_ended_here, settled=self._settled(name)
-        )
+        again = self._restarts.died(name, life.has_pushed, time.monotonic(), settled=self._settled(name))
         if not again.starts_again and self._may_restart and self._has_pushed_at_last(name, reason):
             again = self._restarts.died(name, True, time.monotonic(), settled=self._settled(name))
         if not again.starts_again:

@@ -64,14 +64,10 @@ class Restarts:
         self._of_coordinator: list[float] = []
         self.num_restarts = 0  # of all members
 
-    def died(self, name: str, has_pushed: bool, now: float, *, counts: bool = True, settled: int = 0) -> Again:
-        """A member's process has ended. `has_pushed`: this life had an acknowledged push or a slice. `counts`:
-        False if it was ended on purpose; it may be restarted anyway. `settled`: counted commits of its past lives;
-        for a life that ended soon after its first push this is known only later.
+    def died(self, name: str, has_pushed: bool, now: float, *, settled: int = 0) -> Again:
+        """A member's process has ended. `has_pushed`: this life had an acknowledged push or a slice. `settled`:
+        counted commits of its past lives; for a life that ended soon after its first push this is known only later.
         """
-        if not counts:
-            self.num_restarts += bool(self._most)
-            return Again(self._most > 0, self._deaths.get(name, 0), self._most, FIRST_PAUSE_SECONDS)
         if name == "coordinator":
             self._of_coordinator = [at for at in self._of_coordinator if now - at < COORDINATOR_SECONDS] + [now]
             return self._decide(len(self._of_coordinator), 0.0)
