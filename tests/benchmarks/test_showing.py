@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pathlib
+import threading
 
 import pytest
+from tests.patience import PATIENCE
 
 from benchmarks import showing
 from benchmarks.match import play
-from benchmarks.row import Effort, NotMeasured, Reach
-from benchmarks.sides import JobSide
+from benchmarks.row import Effort, NotMeasured, Reach, Row
 from benchmarks.task import Task
+from benchmarks.turns import Player, take_turns
 
 
 def test_only_the_side_that_has_a_turn_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,25 +50,48 @@ def test_the_coordinator_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_browser_follows_ours_while_both_take_turns(fast: Effort, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [
+        showing.showing_alone("a", "lenet", "LeNet", 0.5, reach=Reach("printed")),
+        pytest.param(showing.showing("s", "lenet", "LeNet", reach=Reach("printed")), marks=pytest.mark.proof),
+    ],
+    ids=lambda row: row.name,
+)
+def test_a_browser_follows_ours_while_both_take_turns(
+    row: Row, fast: Effort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs with torch take 20 s of a processor: the row that has another gauge is in the proof."""
     pytest.importorskip("starlette")
     monkeypatch.setattr(showing, "TURN_SECONDS", 0.05)
     opened: list[showing.ShownJob] = []
     real = showing.ShownJob.open_page
     monkeypatch.setattr(showing.ShownJob, "open_page", lambda self: (opened.append(self), real(self)))
-    for row in (
-        showing.showing("s", "lenet", "LeNet", reach=Reach("printed")),
-        showing.showing_alone("a", "lenet", "LeNet", 0.5, reach=Reach("printed")),
-    ):
-        samples = row.measure(fast)
-        assert len(samples.ours) == 5 and sum(samples.ours) > 0 and min(samples.reference) > 0
-        assert len(opened) == 1 and opened.pop().num_looks > 0
+    samples = row.measure(fast)
+    assert len(samples.ours) == 5 and sum(samples.ours) > 0 and min(samples.reference) > 0
+    assert len(opened) == 1 and opened.pop().num_looks > 0
+
+
+class Nothing:
+    """A side that takes its turns in a thread, and does nothing."""
+
+    num_processes = 1
+
+    def start(self, folder: pathlib.Path, path: str) -> None:
+        given = (path, Player("reference", 0), lambda: None)
+        self._thread = threading.Thread(target=take_turns, args=given, name="nothing", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """It cannot fail."""
+
+    def stop(self) -> None:
+        self._thread.join(PATIENCE)
 
 
 @pytest.mark.slow
 def test_without_its_page_there_is_nothing_to_show(fast: Effort) -> None:
     hidden = showing.ShownJob(Task(kind="push_pull", num_bytes=4096), page="off")
-    plain = JobSide(Task(kind="push_pull", num_bytes=4096), side="reference")
     gauges = {"ours": lambda num_operations: hidden.open_page()}
     with pytest.raises(NotMeasured, match="needs the extra page"):
-        play(hidden, plain, dataclasses.replace(fast), gauges=gauges)  # type: ignore[arg-type]
+        play(hidden, Nothing(), fast, gauges=gauges)  # type: ignore[arg-type]
