@@ -24,6 +24,8 @@ settings.load_profile("syncline")
 #: A thread of a test may be slow to shake hands; tests of that deadline set their own.
 handshake.SECONDS = PATIENCE
 
+gc.disable()  # until all tests are collected: much is made, and next to nothing is thrown away
+
 GRACE_SECONDS = 60.0
 #: Libraries keep some threads for the life of the process.
 KEPT_THREADS = ("pytest", "MainThread", "asyncio", "Thread-", "QueueFeeder", "pin_memory", "rich")
@@ -37,6 +39,7 @@ def pytest_collection_finish() -> None:
     """What the tests have loaded by now stays: it is not looked through again and again. Nor is torch's compiler
     loaded, as in any script that joins a job."""
     leave_out_the_compiler()
+    gc.enable()
     gc.collect()
     gc.freeze()
 
