@@ -47,6 +47,8 @@ test: setup data ## lint, the site and all tests
 	@$(MAKE) --no-print-directory -j 2 lint docs
 	@$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
+# Processes that tests fork are taken apart at their end, as interpreters are; in `make test` they end at once.
+proof: export TESTS_END_WHOLLY := 1
 proof: setup data ## accuracy, slow faults, many seeds: before a capability is called done; figures at its end
 	@well=true; \
 	$(PROOF) -m "(proof or hypothesis) and not alone and not soak" -n $(JOBS) --dist worksteal $(ARGS) || [ $$? -eq 5 ] || well=false; \
