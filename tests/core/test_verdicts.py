@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from syncline.config import JobConfig
 from syncline.core.series import Point, point
-from syncline.core.verdicts import StandStill, diverging, flat, verdicts
+from syncline.core.verdicts import StandStill, TellsVerdicts, diverging, flat, verdicts
 from syncline.stats import JobFigures, JobVerdict, MemberFigures, Wait
 
 CONFIG = JobConfig(workers=4, servers=3)
@@ -120,10 +121,41 @@ def test_a_straggler_by_its_network() -> None:
         "cause is the network"
         in only(verdicts(history(lambda at: members), {}, CONFIG), "straggler", "worker-2").text
     )
-    hidden = [worker(0, wait=0.06), worker(1, wait=0.06), worker(2, wait=0.03)]
-    blamed = (Wait("", 7, ["worker-2"], 0.05, "round"),)
-    found = only(verdicts(history(lambda at: hidden, waits=blamed), {}, CONFIG), "straggler", "worker-2")
-    assert "cause is the network" in found.text
+    awaited = (Wait("", 7, ["worker-2"], 0.05, "round"),)
+    hidden = [worker(k, wait=0.2) for k in range(3)]  # it waits as long for its own bytes as the others for it
+    found = only(verdicts(history(lambda at: hidden, waits=awaited), {}, CONFIG), "straggler", "worker-2")
+    assert found.text.endswith("cause is the network; rounds wait for it alone 100% of the time")
+    short = [worker(k) for k in range(3)]
+    assert verdicts(history(lambda at: short, waits=awaited), {}, CONFIG) == [], "a wait that is not worth a sentence"
+
+
+def test_a_long_evaluation_is_no_slow_network() -> None:
+    """The others wait for the chief alone, once for long. Its compute is long in that half of the window."""
+
+    def members(at: int) -> list[MemberFigures]:
+        if 26 <= at < 40:  # nobody makes a step
+            return [msgspec.structs.replace(worker(k), num_steps=0) for k in range(3)]
+        ends = at == 40
+        return [worker(0, compute=14.0 if ends else 0.05), *(worker(k, wait=14.0 if ends else 0.004) for k in (1, 2))]
+
+    awaited = (Wait("", 7, ["worker-0"], 5.0, "round"),)
+    looks = history(members, seconds=60)
+    looks = [msgspec.structs.replace(one, waits=awaited if 26 <= at < 40 else ()) for at, one in enumerate(looks)]
+    for end in range(26, len(looks) + 1):
+        found = [one for one in verdicts(looks[:end], {}, CONFIG) if "network" in one.text]
+        assert found == [], (end, found)
+
+
+def test_the_first_steps_of_a_job_are_no_verdict() -> None:
+    """The first round of a server is long, and all wait for it; the job has been looked at before."""
+
+    def members(at: int) -> list[MemberFigures]:
+        if at < 12:
+            return [msgspec.structs.replace(worker(k), num_steps=0) for k in range(3)]
+        return [msgspec.structs.replace(worker(k, wait=3.0 if at == 12 else 0.004), num_steps=1) for k in range(3)]
+
+    for end in range(12, 40):
+        assert verdicts(history(members, seconds=end), {}, CONFIG) == [], end
 
 
 def test_a_hot_server_is_named_with_its_slices() -> None:
@@ -205,3 +237,17 @@ def test_a_loss_that_is_flat() -> None:
     values = [2 * math.exp(-k / 10) + 0.69 + chance.gauss(0, 0.02) for k in range(200)]
     assert "flat" in flat("loss", curve(values))[0].text
     assert flat("loss", curve([2.3] * 100)) and not flat("loss", curve([2.3] * 30))
+
+
+def test_a_verdict_is_told_once() -> None:
+    """Its figures change from look to look."""
+    slow = [
+        JobVerdict(kind="straggler", subject=f"worker-{k}", text=f"worker-{k} is slow", advice="see") for k in (1, 2)
+    ]
+    flat_loss = JobVerdict(kind="flat", subject="loss", text="loss is flat")
+    tells = TellsVerdicts()
+    assert tells.new(slow[:1]) == ["worker-1 is slow: see"]
+    assert tells.new([slow[0], flat_loss]) == ["loss is flat"] and tells.new([]) == []
+    assert tells.new([JobVerdict(kind="straggler", subject="worker-1", text="slower still"), slow[1]]) == [
+        "worker-2 is slow: see"
+    ]

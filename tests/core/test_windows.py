@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 
+import msgspec
 import pytest
 
 from syncline.core.windows import Window, add_up
@@ -73,5 +74,15 @@ def test_the_whole_is_the_sum_of_its_halves(seed: int) -> None:
     for name, means in whole.workers.items():
         assert window.whole.workers[name].total == pytest.approx(means.total)
     assert window.whole.apply_seconds == pytest.approx(whole.apply_seconds)
-    alone = sum(look.waits[0].for_whom == ["worker-1"] for look in window.looks)
-    assert window.blamed == {"worker-1": alone}
+    for part, looks_of in zip(window.awaited, (window.looks, window.looks[:10], window.looks[10:]), strict=True):
+        alone = sum(look.waits[0].for_whom == ["worker-1"] for look in looks_of)
+        assert part == ({"worker-1": alone / len(looks_of)} if alone else {})
+
+
+def test_the_start_of_a_job_is_in_no_window() -> None:
+    """Nor are its first steps, which take long."""
+    idle, first, *others = looks(3)
+    idle = msgspec.structs.replace(idle, members=())
+    busy = JobFigures(at=first.at, members=(MemberFigures(name="worker-0", role="worker", num_steps=1),))
+    assert Window([idle, busy, *others[:5]]).looks == others[:5]
+    assert not Window([idle, idle]).is_enough and not Window([idle, busy]).is_enough

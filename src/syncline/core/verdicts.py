@@ -29,6 +29,8 @@ STARVED = 0.3
 MOSTLY_EXCHANGE = 0.5
 #: Without a step for so long, and for so many usual steps, a job hangs.
 HANG_SECONDS, HANG_STEPS = 30.0, 20.0
+#: Of the time, in which rounds wait for a worker alone.
+MOSTLY_AWAITED = 0.6
 IDLE_CORES = 0.1
 #: Readings of a metric before it is judged.
 LEAST_READINGS, LEAST_FLAT = 20, 60
@@ -70,6 +72,22 @@ def verdicts(
     return [*slow, *hot, *starved, *exchange, *losses]
 
 
+class TellsVerdicts:
+    """Makes a line of each verdict, with its advice, the first time that it is reached."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()  # kind and subject
+
+    def new(self, reached: Sequence[JobVerdict]) -> list[str]:
+        found = []
+        for verdict in reached:
+            key = (verdict.kind, verdict.subject)
+            if key not in self._told:
+                self._told.add(key)
+                found.append(f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text)
+        return found
+
+
 # -- members ----------------------------------------------------------------------------------------------
 
 
@@ -90,17 +108,20 @@ def _cause(name: str, window: Window) -> str:
     if _is_longer(name, window.parts, "compute"):
         usual = window.whole.usual("compute", name)
         return "its data" if own.data - usual > 0.5 * (own.compute - usual) else "compute"
-    return "the network" if _is_longer(name, window.parts, "transfer") or _is_blamed(name, window) else ""
+    return "the network" if _is_longer(name, window.parts, "transfer") or _is_late(name, window) else ""
 
 
 def _straggler(name: str, cause: str, window: Window) -> JobVerdict:
     own = window.whole.workers[name]
     if cause == "the network":
         usual = window.whole.usual("transfer", name)
-        compared = f"; sending and receiving takes {_seconds(own.transfer)} a step, of the others {_seconds(usual)}"
+        if _is_longer(name, window.parts, "transfer"):
+            figures = f"sending and receiving takes {_seconds(own.transfer)} a step, of the others {_seconds(usual)}"
+        else:
+            figures = f"rounds wait for it alone {window.awaited[0].get(name, 0.0):.0%} of the time"
         text = (
             f"{name} is the straggler: the others wait for what it sends, and it computes as fast as they do; "
-            f"the cause is the network{compared if own.transfer > 2 * usual else ''}"
+            f"the cause is the network; {figures}"
         )
         advice = "see the link of its host; --codec bf16 or --sync-every auto send less"
     else:
@@ -126,13 +147,17 @@ def _is_longer(name: str, parts: Sequence[LookSums], phase: str, times: float = 
     return True
 
 
-def _is_blamed(name: str, window: Window) -> bool:
-    """Whether rounds wait for this worker alone in most looks, though it computes as fast as the others."""
-    if window.blamed.get(name, 0) < 0.6 * len(window.looks):
-        return False
-    means = window.whole.workers.values()
-    waited = statistics.fmean(one.wait for one in means)
-    return 0 < WORTH * window.mean_total <= waited and min(means, key=lambda one: one.wait).name == name
+def _is_late(name: str, window: Window) -> bool:
+    """Whether rounds wait for this worker alone most of the time, in both halves, though it computes no longer than
+    the others in either: then what it sends comes late. Its own times do not tell: the answer comes late to it, too.
+    """
+    for part, awaited in zip(window.parts, window.awaited, strict=True):
+        if awaited.get(name, 0.0) < MOSTLY_AWAITED or name not in part.workers:
+            return False
+        if _is_longer(name, [part], "compute"):
+            return False
+    waits = [one.wait for one in window.whole.workers.values() if one.name != name]
+    return statistics.fmean(waits) >= WORTH * window.mean_total > 0
 
 
 def _since(name: str, window: Window) -> float:

@@ -111,10 +111,10 @@ class Window:
 
     def __init__(self, history: Sequence[JobFigures]) -> None:
         self.history = history
-        self.looks = recent(history)
+        self.looks = recent(history[_begin_of_steps(history) :] or history[-1:])
         self.is_enough = len(self.looks) >= LEAST_LOOKS and self.looks[-1].at - self.looks[0].at >= LEAST_SECONDS
-        half = len(self.looks) // 2
-        self.halves = (add_up(self.looks[:half]), add_up(self.looks[half:]))
+        self._half = len(self.looks) // 2
+        self.halves = (add_up(self.looks[: self._half]), add_up(self.looks[self._half :]))
         self.whole = self.halves[0] + self.halves[1]
 
     @property
@@ -132,14 +132,17 @@ class Window:
         return [(self.history[end - 5].at, add_up(self.history[end - 5 : end])) for end in ends]
 
     @functools.cached_property
-    def blamed(self) -> dict[str, int]:
-        """In how many looks a round waits for this member alone."""
-        found: dict[str, int] = {}
-        for look in self.looks:
-            alone = {w.for_whom[0] for w in look.waits if w.what in ("round", "lag") and len(w.for_whom) == 1}
-            for name in alone:
-                found[name] = found.get(name, 0) + 1
-        return found
+    def awaited(self) -> tuple[dict[str, float], ...]:
+        """Of each of `parts`: in what part of its looks a round waits for this member alone. So it is about the part
+        of the time in which it does.
+        """
+        first, second = (_alone(looks) for looks in (self.looks[: self._half], self.looks[self._half :]))
+        whole = {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
+        sizes = (len(self.looks), self._half, len(self.looks) - self._half)
+        return tuple(
+            {name: count / size for name, count in counts.items()}
+            for counts, size in zip((whole, first, second), sizes, strict=True)
+        )
 
     @functools.cached_property
     def mean_total(self) -> float:
@@ -150,6 +153,23 @@ class Window:
 def recent(history: Sequence[JobFigures], seconds: float = WINDOW_SECONDS) -> list[JobFigures]:
     """The looks of the last seconds."""
     return [look for look in history if history[-1].at - look.at < seconds]
+
+
+def _begin_of_steps(history: Sequence[JobFigures]) -> int:
+    """After the first look with steps in it: what comes before is the start of the job, as are its first steps."""
+    for number, look in enumerate(history):
+        if any(member.num_steps for member in look.members):
+            return number + 1
+    return len(history)
+
+
+def _alone(looks: Sequence[JobFigures]) -> dict[str, int]:
+    """In how many of these looks a round waits for this member alone."""
+    found: dict[str, int] = {}
+    for look in looks:
+        for name in {w.for_whom[0] for w in look.waits if w.what in ("round", "lag") and len(w.for_whom) == 1}:
+            found[name] = found.get(name, 0) + 1
+    return found
 
 
 def _added(one: Mapping[str, Sequence[float]], two: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
