@@ -148,6 +148,24 @@ def test_a_job_of_ranks_does_without_a_page(engine: Engine, way: str) -> None:
     engine.check_nothing_left()
 
 
+def test_rank_0_tells_what_makes_the_job_slow(engine: Engine) -> None:
+    engine.leave_out_torch()
+    engine.settings('name = "ranked"')
+    engine.script(STEPS.replace("time.sleep(0.02)", 'time.sleep(0.4 if job.name == "worker-1" else 0.02)'))
+    process = engine.start(mpirun("mpiexec.hydra", 2, "python", "train.py"))
+    assert process.stdout is not None
+    output = ""
+    while "worker-1 is the straggler" not in output:
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    assert re.search(r"^syncline: worker-1 is the straggler: .*; the cause is compute: see what else", output, re.M)
+    engine.end_steps()
+    code, rest = engine.finish(process)
+    assert code == 0 and "is the straggler" not in rest, rest
+    engine.check_nothing_left()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])

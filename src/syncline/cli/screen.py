@@ -21,6 +21,7 @@ from syncline.core.metrics import told
 from syncline.core.pipelining.telling import stages_told
 from syncline.core.repeats import SameLines
 from syncline.core.units import counted
+from syncline.core.verdicts import TellsVerdicts
 from syncline.core.wire.control import Standings
 
 #: Without a terminal, progress is a plain line now and then.
@@ -55,7 +56,7 @@ class TerminalScreen:
         as_json: bool = False,
     ) -> None:
         self._policy, self._clock, self._quiet, self._as_json = policy, clock, quiet, as_json
-        self._told: set[tuple[str, str]] = set()  # verdicts, by kind and subject
+        self._verdicts = TellsVerdicts()
         self._began: float | None = None  # when the job was formed: a restarted coordinator counts from its own start
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         # Lines go to standard output: Live would print them on standard error.
@@ -121,7 +122,7 @@ class TerminalScreen:
     def progress(self, standings: Standings) -> None:
         before = self._step
         text = "" if _is_ending(standings) else self.describe(standings)
-        for found in self._new_verdicts(standings):
+        for found in self._verdicts.new(standings.verdicts):
             self.line("coordinator", found if self._as_json else f"syncline: {found}")
         self._tell_folded()
         if self._quiet:
@@ -146,16 +147,6 @@ class TerminalScreen:
         """What is worth a line of its own: a long wait, and what makes the job slow."""
         told = [f"waits: {standings.long_wait}"] if standings.long_wait else []
         return told + [verdict.text for verdict in standings.verdicts[:MOST_VERDICTS]]
-
-    def _new_verdicts(self, standings: Standings) -> list[str]:
-        """Verdicts that were not told yet, each with its advice."""
-        found = []
-        for verdict in standings.verdicts:
-            key = (verdict.kind, verdict.subject)
-            if key not in self._told:
-                self._told.add(key)
-                found.append(f"{verdict.text}: {verdict.advice}" if verdict.advice else verdict.text)
-        return found
 
     def _figures(self, standings: Standings) -> dict[str, object]:
         """For machines: the numbers of the progress line."""

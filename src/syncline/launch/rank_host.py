@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import msgspec
 
 from syncline import config as configuration
+from syncline.core.verdicts import TellsVerdicts
 from syncline.core.wire.control import Died, Standings
 from syncline.errors import ConfigError, SynclineError
 from syncline.launch.engine import Processes
@@ -85,6 +86,7 @@ class RankHost:
         self._watching = Watching(plan.file)
         self._lives = Lives(self._screen, folder, Processes(), lambda: None)
         self._tally = Tally(time.monotonic())
+        self._verdicts = TellsVerdicts()
         self._standings: Standings | None = None
         self._failure: tuple[str, str, int] | None = None  # member, reason, exit code
         self._parent, self._is_told_to_end = os.getppid(), False
@@ -163,6 +165,8 @@ class RankHost:
     def _learn(self, standings: Standings) -> None:
         before, self._standings = self._standings, standings
         self._tally.see(standings, time.monotonic())
+        for told in self._verdicts.new(standings.verdicts):
+            self._screen.line("coordinator", f"syncline: {told}")
         if standings.verdict:
             if standings.culprit:
                 self._failure = (standings.culprit, standings.verdict, 1)
