@@ -62,6 +62,8 @@ def main(folder: pathlib.Path) -> None:
         finally:
             job.terminate()
             job.wait(SECONDS)
+    # The page of a served model.
+    subprocess.run([sys.executable, pathlib.Path(__file__).with_name("serve_picture.py"), folder], check=True)
 
 
 def wait_for(log: pathlib.Path, pattern: str) -> str:

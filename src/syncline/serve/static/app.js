@@ -135,7 +135,7 @@ function show(status) {
   state("answers", "live");
   fill($("tiles"),
     tile("version", status.current || "–", status.is_pinned ? "pinned" : status.canary ? `${status.canary} gets ${number(100 * status.share)} %` : "answers all"),
-    tile("half of the answers within", status.num_answered ? seconds(status.p50_seconds) : "–", "on the server"),
+    tile("50 % within", status.num_answered ? seconds(status.p50_seconds) : "–", "on the server"),
     tile("99 % within", status.num_answered ? seconds(status.p99_seconds) : "–", "on the server"),
     tile("queue", number(status.num_queued), `${number(status.num_connections)} connections`),
     tile("answers", number(status.num_answered), rate === null ? `${number(status.num_refused)} refused` : `${number(Math.round(rate))} per second, ${number(status.num_refused)} refused`),

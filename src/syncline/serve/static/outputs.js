@@ -31,8 +31,9 @@ function labelOf(value, labels) {
 function scores(values, labels) {
   const order = values.map((_, index) => index).sort((a, b) => values[b] - values[a]);
   // Not Math.min(...values): a call takes some 100,000 arguments at most.
-  const [low, high] = values.reduce(([a, b], one) => [Math.min(a, one), Math.max(b, one)], [0, -Infinity]);
-  const span = high - low || 1;
+  const [low, high, sum] = values.reduce(([a, b, c], one) => [Math.min(a, one), Math.max(b, one), c + one], [0, -Infinity, 0]);
+  const isShares = low === 0 && Math.abs(sum - 1) < 0.01;  // a full bar is then all of it, else the largest score
+  const span = isShares ? 1 : high - low || 1;
   const rows = order.slice(0, MOST_SCORES).map((index, place) => {
     const meter = el("i");
     meter.style.width = `${(100 * (values[index] - low) / span).toFixed(1)}%`;
