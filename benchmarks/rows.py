@@ -14,7 +14,7 @@ from benchmarks.moving import adam, beside, crowd, finite_check, push_pull, repl
 from benchmarks.reading import parquet
 from benchmarks.row import Reach, Row
 from benchmarks.saves import checkpoint
-from benchmarks.serve_load import flood, follow_latency, followed
+from benchmarks.serve_load import flood, follow_hold, follow_latency, followed
 from benchmarks.serving import batching, one_connection, processor, replica_memory, throughput
 from benchmarks.showing import showing, showing_alone, tracing
 from benchmarks.spanning import ring_beside_servers, ring_codec, ring_early, ring_hosts, ring_net
@@ -185,7 +185,7 @@ def _shown_rows() -> list[Row]:
 
 def _serve_rows() -> list[Row]:
     models, peers = {"mlp": "Mlp", "lenet": "LeNet"}, ("litserve", "ray")
-    most = {"p50": 1.3, "p99": 1.5}
+    most = {0.5: 1.3, 0.99: 1.5}
     return [
         *(
             throughput(f"serve-{tag}-{by}", model, by, reach=Reach("at least", 1.5))
@@ -200,13 +200,14 @@ def _serve_rows() -> list[Row]:
         batching("serve-mlp-batches", "Mlp", reach=Reach("at least", 3)),
         batching("serve-lenet-batches", "LeNet", reach=Reach("at least", 1.5)),
         *(
-            one_connection(f"serve-{tag}-{quantile}", model, quantile, reach=_at_most(ratio))
+            one_connection(f"serve-{tag}-p{100 * part:g}", model, part, reach=_at_most(ratio))
             for tag, model in models.items()
-            for quantile, ratio in most.items()
+            for part, ratio in most.items()
         ),
         replica_memory("serve-replica", reach=_at_most(1)),
         flood("serve-flood", reach=_at_most(2)),
         follow_latency("serve-follow", reach=_at_most(1)),
+        follow_hold("serve-follow-hold", reach=_at_most(1)),
         followed("serve-follow-lenet", "lenet", "LeNet", "LeNet, batch 64, Adam", reach=Reach("at least", 0.97)),
         followed("serve-follow-mlp", "mlp-wide", "Mlp", _WIDE, reach=Reach("at least", 0.97)),
     ]

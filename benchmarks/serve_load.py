@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.match import play, take_pairs
@@ -29,6 +31,8 @@ NUM_FLOODING, FLOOD_SECONDS, NUM_CLIENTS, MOST_GROWTH = 10_000, 10, 10, 256 * MI
 TRAINING_SECONDS, ROW_SECONDS = 6.0, 600.0
 #: Of a followed job whose answers are watched: updates, and the pause between two of them.
 NUM_UPDATES, UPDATE_SECONDS, REFRESH_SECONDS = 200, 0.15, 2.0
+#: Of a followed job whose commits are watched: parameters, how long it runs, and how long commits may wait for a cut.
+NUM_PARAMETERS, HELD_SECONDS, MOST_HELD_SECONDS = 4 << 20, 60.0, 0.02
 
 
 def flood(name: str, *, reach: Reach) -> Row:
@@ -138,16 +142,30 @@ with open(sys.argv[1], "w") as file:
         job.kv.push_pull(one).wait()
         print(number, time.monotonic(), file=file, flush=True)
 """
+_BUSY_SCRIPT = f"""
+import sys, time
+import numpy as np, syncline
+job = syncline.init()
+ones = {{"value": np.full({NUM_PARAMETERS}, -1.0, np.float32)}}
+job.kv.register({{"value": np.zeros({NUM_PARAMETERS}, np.float32)}}, syncline.Rule("SGD", lr=1.0))
+open("began", "w").close()
+until = time.monotonic() + {HELD_SECONDS}
+while time.monotonic() < until:
+    job.kv.push_pull(ones).wait()
+stats = job.stats()
+with open(sys.argv[1], "w") as file:
+    print(stats.num_cuts, stats.cut_seconds_max, job.step, file=file)
+"""
 _MODEL = """
 import torch
 
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.value = torch.nn.Parameter(torch.zeros(1))
+        self.value = torch.nn.Parameter(torch.zeros(%d))
 
     def forward(self, x):
-        return x + self.value
+        return x + self.value[:1]
 
 example = torch.zeros(1, 1)
 """
@@ -157,24 +175,8 @@ def follow_latency(name: str, *, reach: Reach) -> Row:
     """The longest time from an applied update to an answer that uses it."""
 
     def measure(effort: Effort) -> Samples:
-        with tempfile.TemporaryDirectory(prefix="syncline-") as text:
-            folder = pathlib.Path(text)
-            (folder / "train.py").write_text(_SCRIPT)
-            (folder / "model.py").write_text(_MODEL)
-            command = [sys.executable, "-m", "syncline", "run", "--name", "j", "-w", "1", "-s", "2", "--page", "off"]
-            with (folder / "job.log").open("w") as output:
-                job = subprocess.Popen(
-                    [*command, "train.py", "applied"],
-                    cwd=folder,
-                    stdout=output,
-                    stderr=output,
-                    stdin=subprocess.DEVNULL,
-                )
-                try:
-                    return Samples([max(_latencies(folder, job))], [REFRESH_SECONDS + 1.0])
-                finally:
-                    job.terminate()
-                    job.wait()
+        with _job(_SCRIPT, 1, 1, "applied") as (folder, job):
+            return Samples([max(_latencies(folder, job))], [REFRESH_SECONDS + 1.0])
 
     return Row(
         name=name,
@@ -186,14 +188,72 @@ def follow_latency(name: str, *, reach: Reach) -> Row:
     )
 
 
-def _latencies(folder: pathlib.Path, job: subprocess.Popen[bytes]) -> list[float]:
+def follow_hold(name: str, *, reach: Reach) -> Row:
+    """The longest time that commits were held for a cut of a follower."""
+
+    def measure(effort: Effort) -> Samples:
+        with _job(_BUSY_SCRIPT, NUM_PARAMETERS, 2, "told") as (folder, job):
+            server = _follower(folder, job, "began")
+            try:
+                job.wait(HELD_SECONDS + 60)
+            finally:
+                server.close()
+            log = (folder / "job.log").read_text()
+            if not (folder / "told").exists():
+                raise ConnectionLost(f"the job has not ended well: {log[-1000:]}")
+            num_cuts, longest, _ = map(float, (folder / "told").read_text().split())
+            if num_cuts < 0.25 * HELD_SECONDS / REFRESH_SECONDS:
+                raise WaitTimeout(f"the job gave {num_cuts:g} cuts only: {server.said()[-1000:]}")
+            return Samples([longest], [MOST_HELD_SECONDS])
+
+    return Row(
+        name=name,
+        what=f"the longest that commits were held for a cut, {NUM_PARAMETERS * 4 / MIB:g} MiB pushed by 2 workers "
+        f"for {HELD_SECONDS:g} s, --refresh {REFRESH_SECONDS:g}s",
+        reference=f"{1000 * MOST_HELD_SECONDS:g} ms",
+        reach=reach,
+        measure=measure,
+    )
+
+
+@contextlib.contextmanager
+def _job(
+    script: str, num_parameters: int, num_workers: int, told: str
+) -> Iterator[tuple[pathlib.Path, subprocess.Popen[bytes]]]:
+    """A job that runs inside, and its folder, where `model.py` is too."""
+    with tempfile.TemporaryDirectory(prefix="syncline-") as text:
+        folder = pathlib.Path(text)
+        (folder / "train.py").write_text(script)
+        (folder / "model.py").write_text(_MODEL % num_parameters)
+        command = [sys.executable, "-m", "syncline", "run", "--name", "j", "-w", str(num_workers), "-s", "2"]
+        with (folder / "job.log").open("w") as output:
+            job = subprocess.Popen(
+                [*command, "--page", "off", "train.py", told],
+                cwd=folder,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+            )
+            try:
+                yield folder, job
+            finally:
+                job.terminate()
+                job.wait()
+
+
+def _follower(folder: pathlib.Path, job: subprocess.Popen[bytes], begun: str) -> ServerProcess:
+    """A server that follows the job, from the time on when the file `begun` is there."""
     until = time.monotonic() + 60
-    while not (folder / "applied").exists():
+    while not (folder / begun).exists():
         if job.poll() is not None or time.monotonic() > until:
             raise ConnectionLost(f"the job did not begin: {(folder / 'job.log').read_text()[-1000:]}")
         time.sleep(0.05)
     command = [sys.executable, "-m", "syncline", "serve", "model.py:Net", "--follow", "j", "--port", "0"]
-    server = ServerProcess(folder, "server", [*command, "--refresh", f"{REFRESH_SECONDS:g}s"])
+    return ServerProcess(folder, "server", [*command, "--refresh", f"{REFRESH_SECONDS:g}s"])
+
+
+def _latencies(folder: pathlib.Path, job: subprocess.Popen[bytes]) -> list[float]:
+    server = _follower(folder, job, "applied")
     began = time.monotonic()  # updates of before had no server
     answered: dict[int, float] = {}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.adapters import python_of
@@ -36,7 +37,20 @@ PEERS = ROOT / "benchmarks" / "serve_peers"
 CONNECTIONS, REPLICAS = 64, 2
 _CALLED = {"litserve": "LitServe", "ray": "Ray Serve"}
 TURN_SECONDS, ROW_SECONDS, START_SECONDS = 2.0, 240.0, 120.0
-_SCRIPT = 'wrk.method = "POST"\nwrk.headers["Content-Type"] = "application/json"\nwrk.body = %s\n'
+#: Of a side, for one figure of the latency of one connection.
+NUM_TURNS = 6
+_SCRIPT = """
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.headers["Authorization"] = "Bearer %s"
+wrk.body = %s
+done = function(summary, latency)
+  for i = 1, #latency do
+    local value, count = latency(i)
+    io.write(string.format("at %%d us: %%d\\n", value, count))
+  end
+end
+"""
 #: A model's kernels. With more, threads wait for each other where cores are busy, and chance decides.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _LARGE_BYTES = 512 * MIB
@@ -50,6 +64,7 @@ class Load(NamedTuple):
     p50_seconds: float
     p99_seconds: float
     processor_seconds: float = 0.0  # of the server's processes, for one request
+    latencies: Mapping[int, int] = {}  # microseconds -> requests
 
 
 class ServerProcess:
@@ -162,7 +177,7 @@ def wrk(folder: pathlib.Path, url: str, *, connections: int, seconds: float, tok
     """Asks for so long. ConnectionLost: an answer was not 200, or none came."""
     script = folder / "post.lua"
     script.touch(0o600)
-    script.write_text(_SCRIPT % json.dumps(body()) + f'wrk.headers["Authorization"] = "Bearer {token}"\n')
+    script.write_text(_SCRIPT % (token, json.dumps(body())))
     command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--latency", "--timeout", "30s"]
     done = subprocess.run([*command, "-s", str(script), url], capture_output=True, text=True, check=False)
     return read_load(done.stdout + done.stderr)
@@ -180,7 +195,18 @@ def read_load(said: str) -> Load:
         or "Socket errors" in said
     ):
         raise ConnectionLost(f"wrk: {said.strip()[-500:]}")
-    return Load(int(number[1]), float(rate[1]), quantiles["50"], quantiles["99"])
+    latencies = {int(found[1]): int(found[2]) for found in re.finditer(r"^at (\d+) us: (\d+)$", said, re.MULTILINE)}
+    return Load(int(number[1]), float(rate[1]), quantiles["50"], quantiles["99"], latencies=latencies)
+
+
+def quantile(latencies: Mapping[int, int], part: float) -> float:
+    """The seconds within which this part of the requests was answered."""
+    wanted, seen = part * sum(latencies.values()), 0
+    for value in sorted(latencies):
+        seen += latencies[value]
+        if seen >= wanted:
+            break
+    return value / 1e6
 
 
 def _seconds(number: str, unit: str) -> float:
@@ -298,21 +324,40 @@ def batching(name: str, model: str, *, reach: Reach) -> Row:
     )
 
 
-def one_connection(name: str, model: str, quantile: str, *, reach: Reach) -> Row:
-    """The latency of one connection, beside a bare application under uvicorn that calls the module."""
+def one_connection(name: str, model: str, part: float, *, reach: Reach) -> Row:
+    """The latency of one connection, beside a bare application under uvicorn that calls the module.
+
+    A figure is that of all requests of `NUM_TURNS` short turns: 99 % of one turn would be a matter of few moments in
+    which another program had the processor.
+    """
 
     def measure(effort: Effort) -> Samples:
-        return _pairs(
-            effort,
-            lambda folder: ours(folder, model),
-            lambda folder: peer(folder, "bare", model),
-            1,
-            lambda load: load.p50_seconds if quantile == "p50" else load.p99_seconds,
-        )
+        check_wrk()
+        with up(lambda folder: ours(folder, model), lambda folder: peer(folder, "bare", model)) as (folder, servers):
+            sides = dict(zip(("ours", "reference"), servers, strict=True))
+            figures: dict[str, list[float]] = {side: [] for side in sides}
+            pools: dict[str, Counter[int]] = {side: Counter() for side in sides}
+
+            def take(side: str) -> float:
+                load = wrk(folder, sides[side].url, connections=1, seconds=TURN_SECONDS / 2)
+                pools[side].update(load.latencies)
+                return load.p50_seconds
+
+            take("ours"), take("reference")  # the first calls of a module are slow
+            began = time.monotonic()
+            for number in range(effort.num_pairs):
+                if number >= LEAST_PAIRS and time.monotonic() - began > max(effort.row_seconds, ROW_SECONDS):
+                    break
+                for pool in pools.values():
+                    pool.clear()
+                take_pairs(take, dataclasses.replace(effort, num_pairs=NUM_TURNS), time.monotonic())
+                for side, pool in pools.items():
+                    figures[side].append(quantile(pool, part))
+            return Samples(figures["ours"], figures["reference"])
 
     return Row(
         name=name,
-        what=f"{model} served: {quantile} of a request on one connection, one replica, JSON",
+        what=f"{model} served: {100 * part:g} % of the requests of one connection, one replica, JSON",
         reference="a bare application under uvicorn that calls the module",
         reach=reach,
         measure=measure,

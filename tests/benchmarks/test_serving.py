@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from benchmarks.row import NotMeasured
-from benchmarks.serving import PEERS, ServerProcess, body, check_wrk, peer, read_load
+from benchmarks.serving import PEERS, ServerProcess, body, check_wrk, peer, quantile, read_load
 from syncline.errors import ConnectionLost
 
 SAID = """Running 2s test @ http://127.0.0.1:1/predict
@@ -20,12 +20,16 @@ SAID = """Running 2s test @ http://127.0.0.1:1/predict
   1000 requests in 2.00s, 100.00KB read
 Requests/sec:    500.25
 Transfer/sec:     50.00KB
+at 2400 us: 49
+at 2500 us: 940
+at 1200000 us: 11
 """
 
 
 def test_what_wrk_says() -> None:
     load = read_load(SAID)
     assert (load.num_requests, load.num_per_second, load.p50_seconds, load.p99_seconds) == (1000, 500.25, 0.0025, 1.2)
+    assert quantile(load.latencies, 0.5) == 0.0025 and quantile(load.latencies, 0.99) == 1.2
 
 
 @pytest.mark.parametrize(
