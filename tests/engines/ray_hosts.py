@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from typing import Any
 
 from ray.cluster_utils import Cluster
 
@@ -52,11 +53,24 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def _begun(first: dict[str, Any]) -> Cluster:
+    """The cluster with its first host."""
+    for number in range(TRIES):
+        before = below([os.getpid()])
+        try:
+            return Cluster(initialize_head=True, connect=False, head_node_args=first)
+        except Exception:
+            kill([pid for pid in below([os.getpid()]) if pid not in before])
+            if number == TRIES - 1:
+                raise
+    raise AssertionError
+
+
 class Hosts:
     def __init__(self, names: list[str], cpus: float) -> None:
         first = {**_COMMON, "node_name": names[0], "num_cpus": cpus}
         first |= {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": free_port()}
-        self._cluster = Cluster(initialize_head=True, connect=False, head_node_args=first)
+        self._cluster = _begun(first)
         self._there = {names[0]: self._cluster.head_node}
         for name in names[1:]:
             self.add(name, cpus)

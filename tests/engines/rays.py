@@ -18,7 +18,7 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 #: minute to start, whatever the machine does meanwhile.
 _CLUSTER = {
     **LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300",
-    "RAY_gcs_server_request_timeout_seconds": "300", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+    "RAY_gcs_server_request_timeout_seconds": "60", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
 }  # fmt: skip
 
 #: The hosts, and the CPUs of each.

@@ -28,9 +28,9 @@ from syncline.engines.hub import AgentMember, Hub
 from syncline.engines.ray_cluster import (
     Room,
     find,
+    host_key_of,
     host_names,
     last_line,
-    node_of,
     num_on,
     ray_module,
     release,
@@ -367,7 +367,7 @@ class RayAgents:
         """A host that has joined the cluster cannot start members, and never will: its member waits for another one.
         Before the job has begun, this ends it instead.
         """
-        key = node_of(held.room)
+        key = host_key_of(held.room)
         host = host_names().get(key, held.room.host)
         with self._lock:
             process = held.process

@@ -28,7 +28,7 @@ _LOOK_SECONDS, _PATIENT_SECONDS = 0.2, 5.0
 #: For room that a job can begin without.
 _SOON_SECONDS = 2.0
 #: The label by which Ray knows each host.
-NODE_LABEL = "ray.io/node-id"
+HOST_LABEL = "ray.io/node-id"
 #: Set by `ray job submit`: the runtime environment of the submitted job, as JSON.
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 #: Never part of the working folder on other hosts.
@@ -211,7 +211,7 @@ def reserve(
     """
     ray_module()
     groups = importlib.import_module("ray.util.placement_group")
-    where = [{NODE_LABEL: f"!in({','.join(sorted(avoided))})"}] * len(bundles)
+    where = [{HOST_LABEL: f"!in({','.join(sorted(avoided))})"}] * len(bundles)
     elsewhere = {"bundle_label_selector": where} if avoided else {}
     group = groups.placement_group([dict(bundle) for bundle in bundles], strategy, **elsewhere)
     return [Room(role, group, k, bundle, is_single=len(bundles) == 1) for k, bundle in enumerate(bundles)]
@@ -240,7 +240,7 @@ def find(rooms: Sequence[Room], seconds: float = 0.0) -> bool:
     return all(room.host for room in rooms)
 
 
-def node_of(room: Room) -> str:
+def host_key_of(room: Room) -> str:
     """Ray's id of the host that this room is on; empty: there is none now."""
     table = importlib.import_module("ray.util.placement_group").placement_group_table
     return str(table(room.group).get("bundles_to_node_id", {}).get(room.index, ""))
