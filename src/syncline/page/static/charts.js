@@ -51,7 +51,7 @@ export class Chart {
         dash: line.dash, spanGaps: true, points: { show: (plot) => plot.data[0].length < 3, size: 5 },
         fill: this.lines.length === 1 ? color(line.color ?? PALETTE[0]) + "14" : undefined,
       }))],
-      hooks: { drawClear: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.point(plot)], setSelect: [(plot) => { this.isZoomed ||= plot.select.width > 0; }] },
+      hooks: { drawClear: [(plot) => this.drawMarks(plot, false)], draw: [(plot) => this.drawMarks(plot, true)], setCursor: [(plot) => this.point(plot)], setSelect: [(plot) => { this.isZoomed ||= plot.select.width > 0; }] },
     }, this.data, this.place);
     this.isDragged = this.isZoomed = false;
     this.plot.over.addEventListener("mousedown", () => {
@@ -69,7 +69,8 @@ export class Chart {
     return [low - room, high + room];
   }
 
-  drawMarks(plot) {
+  // Lines below the grid and the curves, dots above them.
+  drawMarks(plot, isAbove) {
     const { ctx, bbox } = plot;
     ctx.save();
     for (const mark of this.marks()) {
@@ -77,14 +78,15 @@ export class Chart {
       const x = plot.valToPos(this.axis === "at" ? mark.at : mark.step, "x", true);
       if (!name || x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.strokeStyle = ctx.fillStyle = color(name);
-      if (mark.kind !== "checkpoint") { // there may be hundreds: a dot is enough
+      if (isAbove) {
+        ctx.beginPath(); ctx.arc(x, bbox.top, 3 * devicePixelRatio, 0, 7); ctx.fill();
+      } else if (mark.kind !== "checkpoint") { // there may be hundreds: a dot is enough
         ctx.globalAlpha = 0.55;
         ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
         ctx.lineWidth = devicePixelRatio;
         ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
         ctx.globalAlpha = 1;
       }
-      ctx.beginPath(); ctx.arc(x, bbox.top, 3 * devicePixelRatio, 0, 7); ctx.fill();
     }
     ctx.restore();
   }
