@@ -288,7 +288,7 @@ def chrome_events(
             if lane >= used:
                 again = f", life {number}" if number > 1 else ""
                 for new in range(used, lane + 1):
-                    yield _told(pid, base + new + 1, "thread_name", name=_lane_name(life.role, new, again))
+                    yield _told(pid, base + new + 1, "thread_name", name=_row_name(life.role, new, again))
                 used = lane + 1
             ends_at = max(ends_at, event["ts"] + event["dur"])
             yield {**event, "ts": event["ts"] - zero, "pid": pid, "tid": base + lane + 1}
@@ -301,7 +301,7 @@ def chrome_events(
                    "args": told}  # fmt: skip
 
 
-def _lane_name(role: str, lane: int, again: str) -> str:
+def _row_name(role: str, lane: int, again: str) -> str:
     """`again`: of which life, if it is not the first."""
     if role != "worker":
         return f"rounds{again}" + (f" ({lane + 1})" if lane else "")
