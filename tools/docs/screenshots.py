@@ -28,7 +28,7 @@ opt = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model=m
 loader = DataLoader(data, batch_size=32, shuffle=True)
 for epoch in range(1_000):
     for features, labels in loader:
-        time.sleep(0.09 if job.name == "worker-2" else 0.03)  # stands for the work of a larger model
+        time.sleep(0.25 if job.name == "worker-2" else 0.07)  # stands for the work of a larger model
         out = model(features)
         loss = torch.nn.functional.cross_entropy(out, labels)
         loss.backward()
@@ -36,7 +36,10 @@ for epoch in range(1_000):
         opt.zero_grad()
         job.report(loss=loss, accuracy=(out.argmax(1) == labels).float().mean())
 """
-OPTIONS = ("-w", "4", "-s", "2", "--replicas", "2", "--checkpoint", "checkpoints", "--save-every", "250steps")
+OPTIONS = (
+    "-w", "4", "-s", "2", "--replicas", "2", "--checkpoint", "checkpoints", "--save-every", "150steps",
+    "--start-seconds", "600",
+)  # fmt: skip
 SECONDS = 600.0
 #: Name of a picture -> size and colours.
 PICTURES = {
@@ -90,8 +93,8 @@ def take(folder: pathlib.Path, link: str) -> None:
             until = time.monotonic() + SECONDS
             while page.locator("#event-list .kind.checkpoint").count() < 2 and time.monotonic() < until:
                 time.sleep(0.5)
-            page.wait_for_selector(".notice", timeout=1e3 * SECONDS)
             time.sleep(2.0)  # one more look, and its charts
+            page.wait_for_selector(".notice:has-text('straggler')", timeout=1e3 * SECONDS)
             page.screenshot(path=str(folder / f"{name}.png"))
             state, address = context.storage_state(), link.partition("/open")[0] + "/"
             context.close()
