@@ -37,7 +37,7 @@ from syncline.core.wire.control import (
     Scale,
 )
 from syncline.core.wire.message import Done
-from syncline.errors import ConnectionLost, FencedError, JobFailed, ProtocolError
+from syncline.errors import ConfigError, ConnectionLost, FencedError, JobFailed, ProtocolError
 from syncline.net.memory import pair
 from syncline.net.rpc import Endpoint, Stamp
 from syncline.net.transport import Peer
@@ -356,6 +356,19 @@ def test_scaling_down_retires_the_youngest(jobs: Any) -> None:
     Endpoint(right, Stamp("job"), job.coordinator)
     Endpoint(left, Stamp("job")).call(Scale(1, None)).wait(SECONDS)
     assert job["worker-1"].all(Retire) and job["worker-2"].all(Retire) and not job["worker-0"].all(Retire)
+    left.close()
+
+
+def test_scaling_a_job_of_pipelines_counts_processes(jobs: Any) -> None:
+    """As `syncline run -w` does: `-w 4` of a job with two stages are two pipelines."""
+    job = jobs(workers=3, servers=1, stages=2).begin()
+    left, right = pair(Peer("launcher", "launcher", 0), Peer("coordinator", "coordinator", 0))
+    Endpoint(right, Stamp("job"), job.coordinator)
+    launcher = Endpoint(left, Stamp("job"))
+    with pytest.raises(ConfigError, match=r"-w 3 is not divisible by --stages 2: .* use -w 2"):
+        launcher.call(Scale(3, None)).wait(SECONDS)
+    launcher.call(Scale(4, None)).wait(SECONDS)
+    assert job["worker-2"].all(Retire) and not job["worker-1"].all(Retire)
     left.close()
 
 

@@ -71,6 +71,30 @@ def test_a_pipeline_goes_on_while_another_one_is_dead(commands: Any) -> None:
     job.check()
 
 
+def test_a_spare_pipeline_goes_on_while_the_first_one_is_dead(commands: Any) -> None:
+    """`syncline scale` counts processes and starts a second pipeline. Then a stage of the first one is stopped, so it
+    stands still, and killed. Later the spare leaves again. Every sample has counted once.
+    """
+    job = IntegerJob(commands, 1, 2, 4096, 1, "--policy", "async")
+    job.wait_for_steps(3)
+    refused = commands.run("scale", "it", "-w", "3")
+    assert refused.code != 0 and "not divisible by --stages 2" in refused.output, refused.output
+    scaled = commands.run("scale", "it", "-w", "4")
+    assert scaled.code == 0, scaled.output
+    _eventually(lambda: len(job.steps("worker-1")) >= 3)
+    assert len(pipeline_of(commands.folder, "worker-1")) == 2
+    _, stage = pipeline_of(commands.folder, "worker-0")
+    os.kill(stage, signal.SIGSTOP)
+    made = len(job.steps("worker-1"))
+    _eventually(lambda: len(job.steps("worker-1")) >= made + 20)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(stage, signal.SIGKILL)
+    _eventually(lambda: "--- worker-0 starts again" in _log(commands))
+    scaled = commands.run("scale", "it", "-w", "2")
+    assert scaled.code == 0, scaled.output
+    job.check()
+
+
 @pytest.mark.parametrize("who", ["server-0", "coordinator"])
 def test_a_member_that_pipelines_need_dies(commands: Any, who: str) -> None:
     """Pipelines wait, or take the other copy, and every sample counts once."""

@@ -92,7 +92,7 @@ def scale(
     """Gives a running job more or fewer workers or servers.
 
     More are started by `syncline run`; those that are too many finish their step, or hand over their slices, and
-    leave.
+    leave. In a job with `--stages`, -w counts processes, as `syncline run` does: it must be divisible by the stages.
 
     Example:  syncline scale train-20250101-120000 -w 6 -s 3
     """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from syncline.coordinator.job import JobContext
 from syncline.coordinator.leases import LeaseService
 from syncline.core.sizing import Sizing
+from syncline.core.stages import check_divisible
 from syncline.core.units import counted
 from syncline.core.wire.control import Retire, Scale
 from syncline.core.wire.message import Done
@@ -27,7 +28,11 @@ class ScaleService:
         self._job = job
 
     def handle_scale(self, request: Request, message: Scale) -> None:
-        asked = {"worker": message.workers, "server": message.servers}
+        workers, stages = message.workers, self._job.config.stages
+        if workers is not None and stages > 1:  # people count processes, as in syncline run -w
+            check_divisible({"workers": workers}, stages)
+            workers //= stages
+        asked = {"worker": workers, "server": message.servers}
         self.scale({role: count for role, count in asked.items() if count is not None})
         request.reply(Done())
 
@@ -50,7 +55,8 @@ class ScaleService:
         if role == "server" and count < max(1, config.replicas):
             raise ConfigError(f"{counted(count, 'server')} cannot have {config.replicas} replicas of each slice")
         if role == "worker" and config.most_workers and count > config.most_workers:
-            raise ConfigError(f"{counted(count, 'worker')}: the job was started with -w …:{config.most_workers}")
+            most = config.most_workers * config.stages
+            raise ConfigError(f"{counted(count * config.stages, 'worker')}: the job was started with -w …:{most}")
         self._job.membership.state.wanted[role] = count
         if config.is_ring:
             self._job.membership.state.wanted["server"] = count  # each server leaves with its worker
