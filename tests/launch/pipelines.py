@@ -212,6 +212,9 @@ UNEVEN = """
     torch.manual_seed(1)
     for step in range(9):
         pipe.step(torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
+        if step % 2:  # all gradients are made where servers read them
+            arena = job.kv.gradients()
+            assert all(p.grad.data_ptr() == arena[name].data_ptr() for name, p in pipe.named_parameters())
         opt.step()
         opt.zero_grad(set_to_none=step % 2 == 0)
         print("layers", [stage.layers for stage in pipe.stats()], flush=True)
@@ -246,6 +249,26 @@ def assert_trained_unevenly(folder: pathlib.Path, output: str) -> None:
         opt.step()
     for number, layer in enumerate(layers):
         assert torch.allclose(found["state"][f"{number}.weight"], layer.weight, rtol=0, atol=1e-12)
+
+
+def assert_traced(events: list[dict[str, Any]], *, steps: int, stages: int, micro: int) -> None:
+    """Each stage has a lane with its forwards and backwards, inside of the steps of its leader."""
+    found = {
+        e["args"]["name"]: (e["pid"], e["tid"])
+        for e in events
+        if e["name"] == "thread_name" and e["args"]["name"].startswith(("steps", "stage"))
+    }
+    assert list(found) == ["steps", *(f"stage {number}" for number in range(stages))]
+    spans = {name: [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == at] for name, at in found.items()}
+    around = {e["args"]["step"]: e for e in spans.pop("steps") if e["cat"] == "step"}
+    wanted = sorted(
+        (kind, step + 1, m) for kind in ("backward", "forward") for step in range(steps) for m in range(micro)
+    )
+    for each in spans.values():
+        assert sorted((e["cat"], e["args"]["step"], e["args"]["micro_batch"]) for e in each) == wanted
+        for e in each:
+            own = around[e["args"]["step"]]
+            assert own["ts"] - 1 <= e["ts"] <= e["ts"] + e["dur"] <= own["ts"] + own["dur"] + 1, (e, own)
 
 
 def processes_of(pid: int) -> list[int]:

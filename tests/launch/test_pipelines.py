@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import torch
 from tests.launch.pipelines import (
     UNEVEN,
     IntegerJob,
+    assert_traced,
     assert_trained_unevenly,
     pipeline_of,
     trains_as_one_process_does,
@@ -247,12 +249,16 @@ def assert_same_state(found: dict[str, torch.Tensor], net: torch.nn.Module) -> N
 @pytest.mark.slow
 def test_a_job_follows_the_plan_and_is_cut_elsewhere_when_a_stage_is_slow(commands: Any) -> None:
     """Equal layers by parameters are cut in the middle. Measured, the first one is worth three. While the job runs,
-    the second process turns out to be slow. Parameters and momentum stay those of one process.
+    the second process turns out to be slow. Parameters and momentum stay those of one process. Its trace has every
+    forward and backward of both stages.
     """
     script = commands.script(UNEVEN)
-    result = commands.run("run", "-w", "2", "--stages", "2", "--micro-batches", "4", script, "out.pt")
+    result = commands.run("run", "--name", "it", "--trace", *TWO, "--micro-batches", "4", script, "out.pt")
     assert result.code == 0, result.output
     assert_trained_unevenly(commands.folder, result.output)
+    made = commands.run("trace", "it", "-o", "trace.json")
+    assert made.code == 0, made.output
+    assert_traced(json.loads((commands.folder / "trace.json").read_text())["traceEvents"], steps=9, stages=2, micro=4)
 
 
 WAITING = """

@@ -79,7 +79,8 @@ def test_two_stages_train_what_one_process_has_no_memory_for(commands: Any) -> N
     resident = json.loads(re.search(r"resident (\[\[.*\]\])", pipeline.output).group(1))  # type: ignore[union-attr]
     own, shared = zip(*resident, strict=True)
     print("resident, own and shared MiB:", [(a >> 20, b >> 20) for a, b in resident])
-    # A process with the model or its gradients besides what is shared would have more.
-    assert len(resident) == 2 and max(own) < MODEL_BYTES, resident
-    assert 1.8 * MODEL_BYTES < sum(shared) < 2.8 * MODEL_BYTES, resident
+    # A process with the model, or with all gradients of its stage, besides what is shared would have more; so would
+    # both together, if gradients were made elsewhere than where servers read them.
+    assert len(resident) == 2 and max(own) < 0.7 * MODEL_BYTES, resident
+    assert 1.8 * MODEL_BYTES < sum(shared) < 2.3 * MODEL_BYTES, resident
     print(f"one process takes {int(data) >> 20} MiB; with {limit >> 20} MiB for each, two stages train")

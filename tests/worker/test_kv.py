@@ -36,6 +36,22 @@ def test_the_chiefs_values_win_and_the_others_wait_for_them() -> None:
     assert order[0] == "chief"
 
 
+def test_declared_values_come_by_a_pull_into_memory_of_the_caller() -> None:
+    """The chief's, also of arrays that are no row of bytes, put together slice by slice."""
+
+    def declare(job: Job) -> list[list[float]]:
+        own = {"a": np.full((40, 3), 1.0 + job.rank), "b": np.arange(12.0 + job.rank)[:12].reshape(3, 4).T - job.rank}
+        job.kv.declare(own, SGD)
+        assert own["a"][0, 0] == 1.0 + job.rank, "what was there stays"
+        out = {"a": np.zeros((40, 3)), "b": np.zeros((4, 3))}
+        job.kv.pull(out=out)
+        return [out["a"].ravel().tolist(), out["b"].ravel().tolist()]
+
+    with local_job(workers=2, servers=2, slice_bytes=128) as jobs:
+        wanted = [[1.0] * 120, np.arange(12.0).reshape(3, 4).T.ravel().tolist()]
+        assert jobs.run(declare) == [wanted, wanted]
+
+
 def test_another_layout_is_an_error_that_names_parameter_shapes_and_types() -> None:
     def register(job: Job) -> None:
         shape, dtype = ((10, 84), np.float32) if job.rank else ((10, 120), np.float64)

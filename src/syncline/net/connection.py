@@ -213,8 +213,8 @@ class SocketConnection(Connection):
                 os.close(number)
         raise FrameError(reason)
 
-    def create_memory(self, num_bytes: int) -> Memory:
-        return shm.create(num_bytes)
+    def create_memory(self, num_bytes: int, *, for_all: bool = False) -> Memory:
+        return shm.create(num_bytes, for_all=for_all)
 
     def can_carry(self, memory: Memory) -> bool:
         return self.shares_memory and isinstance(memory, shm.SharedMemory)

@@ -79,7 +79,7 @@ class MemoryConnection(Connection):
             self._received[0] += 1
             self._received[1] += num_bytes
 
-    def create_memory(self, num_bytes: int) -> Memory:
+    def create_memory(self, num_bytes: int, *, for_all: bool = False) -> Memory:
         return HeapMemory(num_bytes)
 
     def can_carry(self, memory: Memory) -> bool:

@@ -97,8 +97,10 @@ class Connection(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def create_memory(self, num_bytes: int) -> Memory:
-        """Memory that can be attached to a frame; an OSError if there is too little."""
+    def create_memory(self, num_bytes: int, *, for_all: bool = False) -> Memory:
+        """Memory that can be attached to a frame; an OSError if there is too little. `for_all`: other processes may
+        write it too.
+        """
 
     @abc.abstractmethod
     def can_carry(self, memory: Memory) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from syncline.core.layout import Segment, Slice
+from syncline.net.transport import Memory
 from syncline.torch.comparing import Comparison, MirrorCheck, place_of
 from syncline.torch.streams import Side, StreamMark
 from syncline.worker.arrays import to_bytes
@@ -29,8 +30,8 @@ class Carrier(Protocol):
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         """Where the gradients of these parameters are copied."""
 
-    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
-        """Copies these gradients there; whether all of them were found to be finite by the way."""
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> Collection[int]:
+        """Copies these gradients there; which of them were found to be finite by the way."""
 
     def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
         """Copies a gradient there that has become ready; whether it was found to be finite by the way."""
@@ -57,6 +58,7 @@ class ArenaCarrier:
         # By parameter: where it was copied early, and the digests of what was, where that pays.
         self._digests: dict[int, tuple[torch.Tensor, Sequence[bytes]]] = {}
         self._bucket: list[Slice] = []  # copied, and not told
+        self._is_shared = False
         exchange.is_arena_shared |= segment.index in exchange.carried  # by another optimizer, of the same parameters
         exchange.carried.add(segment.index)
 
@@ -73,9 +75,17 @@ class ArenaCarrier:
             self._views[id(arena)] = views
         return [views[index] for index in indices]
 
-    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+    def share(self) -> Memory:
+        """The arena, for gradients that are made in it. Only without a window: there is one, and it stays."""
+        self._exchange.is_arena_shared = self._is_shared = True
+        return self._exchange.arena_memory(self._segment.index)
+
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> Collection[int]:
         for index in gradients:
             self._digests.pop(index, None)
+        if self._is_shared:
+            places = zip(gradients.items(), self.targets(gradients), strict=True)
+            gradients = {index: g for (index, g), target in places if not _is_there(g, target)}
         targets = self.targets(gradients)
         pairs = list(zip(targets, gradients.values(), strict=True))
         if (
@@ -84,9 +94,11 @@ class ArenaCarrier:
             and all(is_plain(gradient, target.dtype) for target, gradient in pairs)
         ):
             dtypes = [self._segment.parameters[index].dtype for index in gradients]
-            return copy_finite([(to_bytes(t), to_bytes(g), d) for (t, g), d in zip(pairs, dtypes, strict=True)])
-        torch._foreach_copy_(targets, list(gradients.values()))
-        return False
+            copies = [(to_bytes(t), to_bytes(g), d) for (t, g), d in zip(pairs, dtypes, strict=True)]
+            return gradients.keys() if copy_finite(copies) else ()
+        if targets:
+            torch._foreach_copy_(targets, list(gradients.values()))
+        return ()
 
     def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
         (target,) = self.targets((index,))
@@ -141,9 +153,9 @@ class MirrorCarrier:
     def targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
         return [self._views[index] for index in indices]
 
-    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> Collection[int]:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
-        return False
+        return ()
 
     def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
         self._views[index].copy_(gradient)
@@ -211,6 +223,11 @@ def _runs(parts: Sequence[Slice]) -> list[tuple[int, int]]:
         else:
             runs.append((part.offset, part.offset + part.num_bytes))
     return runs
+
+
+def _is_there(gradient: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a gradient was made in the arena."""
+    return gradient.data_ptr() == target.data_ptr() and is_plain(gradient, target.dtype)
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,9 @@ class ChannelCarrier:
         self._device_channel.wait_until_read(self._segment, self._exchange.slot)
         self._streams.append(stream)
 
-    def fill(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+    def fill(self, gradients: Mapping[int, torch.Tensor]) -> Collection[int]:
         torch._foreach_copy_(self.targets(gradients), list(gradients.values()))
-        return False
+        return ()
 
     def copy_early(self, index: int, gradient: torch.Tensor) -> bool:
         self.targets((index,))[0].copy_(gradient)

@@ -94,8 +94,8 @@ class Gradients:
             for index in self._carrier.same(early) if early else ():
                 del changed[index]
         if changed:
-            is_found = self._carrier.fill(changed) and scale is None
-            self._finite = self._finite | changed.keys() if is_found else self._finite - changed.keys()
+            found = self._carrier.fill(changed)
+            self._finite = (self._finite - changed.keys()).union(found if scale is None else ())
             if scale is not None:
                 for target in self._carrier.targets(changed):
                     target.mul_(scale.reshape(()))

@@ -91,6 +91,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._local = LocalSteps(self._job, opt, self._prefix) if self._job.config.steps_locally else None
         self._sides = self._open_sides()
         self._device_channel = self._find_device_channel()
+        #: The first values come where parameters stay: a pipeline's model may be too large to be here twice.
+        self._pulls_into_place = isinstance(model, Pipeline)
         self._rule = self._local.rule.name if self._local else rule_name(opt)
         self._notices.at_start(model)
         with model.naming_lack_of_memory() if isinstance(model, Pipeline) else contextlib.nullcontext():
@@ -155,16 +157,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise LayoutError("the optimizer has no parameters")
         groups = range(first, len(self.param_groups))
         rules = {index: self._group_rule(index) for index in groups}
-        values = self._job.kv.register(
-            [(item.name, on_cpu(item.tensor)) for item in items],
-            {item.name: rules[item.group] for item in items},
-        )
-        _take(items, values)
+        named = [(item.name, on_cpu(item.tensor)) for item in items]
+        by_name = {item.name: rules[item.group] for item in items}
+        if self._pulls_into_place and not first:
+            self._job.kv.declare(named, by_name)
+        else:
+            _take(items, self._job.kv.register(named, by_name))
         segment = self._job.exchange.layout.where[items[0].name][0]
         self._watch_options(segment, first)
-        overlap = self._overlap and self._local is None
-        self._gradients.append(Gradients(self._carrier(segment, items), segment, items, overlap))
+        overlap, carrier = self._overlap and self._local is None, self._carrier(segment, items)
+        if isinstance(self._model, Pipeline):
+            overlap = False  # no gradient is complete before the last micro-batch
+            self._share_arena(self._model, carrier, segment)
+        self._gradients.append(Gradients(carrier, segment, items, overlap))
         self._notices.watch(items, self._model)
+
+    def _share_arena(self, pipe: Pipeline, carrier: Carrier, segment: Segment) -> None:
+        """Stage processes compute gradients where servers read them, so that no one copies them."""
+        if isinstance(carrier, ArenaCarrier) and self._job.exchange.num_slots == 1 and pipe.has_stages:
+            places = {parameter.name: at for parameter, at in zip(segment.parameters, segment.offsets, strict=True)}
+            tensors = {i.tensor: places[i.name] for i in self._tracked if i.name in places}
+            pipe.keep_gradients(carrier.share(), tensors)
 
     def _open_sides(self) -> tuple[Side, Side] | None:
         """Side streams from and to the one device with all parameters, if it has any."""
@@ -229,6 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         receiver = HostReceiver(
             exchange, self._tracked, self._buffers, window, also, in_place=self._local is None, create=create
         )
+        if self._pulls_into_place and not self._registered:
+            receiver.pull()
         if self._local is not None:
             self._local.begin(self._tracked, receiver.flat, self._synchronise)
         return receiver

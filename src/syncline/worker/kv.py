@@ -189,6 +189,12 @@ class KeyValue:
         weights (`reduce="mean"`) or added up (`"sum"`). Other workers wait for the chief. Once a layout
         exists it wins; another one is an error; calling again adds parameters.
         """
+        named = list(params.items() if isinstance(params, Mapping) else params)
+        self.declare(named, rule, reduce)
+        return self.pull([name for name, _ in named])
+
+    def declare(self, params: Named, rule: Rules, reduce: str = "mean") -> None:
+        """As `register`, and leaves the values where they are: `pull` them into memory of your own."""
         self._leave_if_asked()
         named = list(params.items() if isinstance(params, Mapping) else params)
         rules, parameters = self._describe(named, rule)
@@ -205,14 +211,13 @@ class KeyValue:
             self._upload(self.layout.segments[answer.upload], dict(named))
         for name, array in named:
             self._as_torch[name] = arrays.is_torch(array)
-        return self.pull([name for name, _ in named])
 
     def _upload(self, segment: Segment, values: Mapping[str, Array]) -> None:
         """Uploads the chief's values; again if they were lost with a server."""
-        flat = self._flat(segment, values)
+        data = {parameter.name: arrays.to_bytes(values[parameter.name]) for parameter in segment.parameters}
         answer: Message | None = None
         while answer is None or isinstance(answer, Registered):
-            self._exchange.upload(segment, flat)
+            self._exchange.upload(segment, data)
             answer = self._ask(Uploaded(segment.index))
 
     def _describe(self, named: Sequence[tuple[str, Array]], rule: Rules) -> tuple[list[Rule], list[Parameter]]:
@@ -228,13 +233,6 @@ class KeyValue:
             group = next(number for number, known in enumerate(rules) if known is chosen)
             parameters.append(arrays.describe(name, array, group))
         return rules, parameters
-
-    @staticmethod
-    def _flat(segment: Segment, values: Mapping[str, Array]) -> Bytes:
-        flat = np.zeros(segment.num_bytes, np.uint8)
-        for parameter, offset in zip(segment.parameters, segment.offsets, strict=True):
-            flat[offset : offset + parameter.num_bytes] = arrays.to_bytes(values[parameter.name])
-        return flat
 
     # -- pushing ------------------------------------------------------------------------------------------
 

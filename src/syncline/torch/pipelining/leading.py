@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ import torch
 
 from syncline.core.stages import num_parts
 from syncline.errors import ConfigError, ConnectionLost
+from syncline.net.shm import SharedMemory
 from syncline.stats import StageSpan, StageStats
 from syncline.torch.pipelining.cutting import Layers, digest
 from syncline.torch.pipelining.deferred import forget
@@ -34,7 +35,7 @@ from syncline.torch.pipelining.orders import (
     GroupPlace,
     Infer,
     Inferred,
-    Join,
+    JoinGroup,
     Modes,
     Order,
     Place,
@@ -96,6 +97,9 @@ class StageLeader:
         self._sent_blocks: list[set[int]] = [set() for _ in range(self._size)]
         self._gradients: list[dict[int, _Gradient]] = [{} for _ in range(self._size)]
         self._spare_gradients: dict[int, list[_Gradient]] = {}
+        self._arena: dict[int, _Gradient] = {}  # where gradients are sent from
+        self._hooked: set[int] = set()  # of the leader's own parameters
+        self._touched: set[int] = set()  # of them, those that have got a gradient in this step
         self._last_step: tuple[float, list[StageSpan]] = (0.0, [])
         self._why_broken = ""
         self._randomness = StageRandomness(
@@ -106,7 +110,7 @@ class StageLeader:
         forget()
         ranks = ranks_of([own_place(), *self._share()])
         for process in self._processes:
-            self._send(process, Join(ranks))
+            self._send(process, JoinGroup(ranks))
         self._together(lambda: self._group.join(ranks, self._stages.store_fd, job.config.wait_seconds))
         self._stages.measure_by(self.stats)
         self._stages.are_ready()
@@ -179,7 +183,10 @@ class StageLeader:
         """Tells a process where these tensors lie, and makes room for gradients."""
         tensors = self._tensors.parameters
         learning = [index for index in parameters if tensors[index].requires_grad]
-        known = {i: self._spare_gradients[i].pop() for i in learning if self._spare_gradients.get(i)}
+        known = {i: self._arena[i] for i in learning if self._may_use_arena(number, i)}
+        known.update(
+            {i: self._spare_gradients[i].pop() for i in learning if i not in known and self._spare_gradients.get(i)}
+        )
         made = self._place([index for index in learning if index not in known], tensors)
         known.update({i: _Gradient(place, self._blocks.view(place, tensors[i])) for i, place in made.items()})
         self._gradients[number].update(known)
@@ -191,6 +198,64 @@ class StageLeader:
             fills,
             fills_buffers,
         )
+
+    def keep_gradients(self, memory: SharedMemory, offsets: Mapping[torch.Tensor, int]) -> None:
+        """Gradients of these parameters are made here from now on. Of a tied one, the first process does."""
+        self._follow_moves()
+        block = self._blocks.adopt(memory)
+        for tensor, offset in offsets.items():
+            index = self._tensors.number_of.get(id(tensor))
+            if index is not None:
+                place = Place(index, block, offset)
+                self._arena[index] = _Gradient(place, self._blocks.view(place, tensor))
+        for number in range(1, self._size):
+            found = {i: self._arena[i] for i in self._gradients[number] if self._may_use_arena(number, i)}
+            for index, gradient in found.items():
+                before, parameter = self._gradients[number][index], self._tensors.parameters[index]
+                if parameter.grad is not None and parameter.grad.data_ptr() == before.view.data_ptr():
+                    gradient.view.copy_(before.view)
+                    parameter.grad = gradient.view
+            self._gradients[number].update(found)
+            if found:
+                self._tell(number, [], gradients=[gradient.place for gradient in found.values()])
+                self._answer(self._processes[number - 1], Ready)
+        self._drop_unused()
+
+    def _may_use_arena(self, number: int, index: int) -> bool:
+        """Whether the gradient of this process is the one that is sent, and no other process makes its own there."""
+        return (
+            index in self._arena
+            and self._is_first(number, index)
+            and all(each.get(index) is not self._arena[index] for each in self._gradients)
+        )
+
+    def _place_own_gradients(self) -> list[int]:
+        """The leader's own parameters that have no gradient yet get one where it is sent from: which these are."""
+        self._touched.clear()
+        placed = []
+        for index in self._holdings[0].parameters:
+            parameter = self._tensors.parameters[index]
+            if not parameter.requires_grad or parameter.grad is not None or not self._may_use_arena(0, index):
+                continue
+            if index not in self._hooked:
+                self._hooked.add(index)
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._touched.add(index))
+            parameter.grad = self._arena[index].view.zero_()
+            placed.append(index)
+        return placed
+
+    def _drop_unused(self) -> None:
+        """Frees the memory of gradients that are made elsewhere by now."""
+        gradients = [g for each in self._gradients for g in each.values()]
+        gradients += [g for spare in self._spare_gradients.values() for g in spare]
+        used = {gradient.place.block for gradient in (*gradients, *self._arena.values())}
+        used |= {place.block for place in (*self._where.values(), *self._where_buffers.values())}
+        left = self._blocks.numbers - used
+        for number in range(1, self._size):
+            if drops := sorted(left & self._sent_blocks[number]):
+                self._tell(number, [], drops=drops)
+                self._answer(self._processes[number - 1], Ready)
+        self._blocks.drop(left)
 
     def cut(self, firsts: Sequence[int]) -> bool:
         """Cuts the model elsewhere, between two steps. Nothing is copied: processes see other parts of the memory.
@@ -213,7 +278,8 @@ class StageLeader:
                     gradient = parameters[index].grad
                     if gradient is not None and gradient.data_ptr() == left.view.data_ptr():
                         parameters[index].grad = left.view.clone()
-                    self._spare_gradients.setdefault(index, []).append(left)
+                    if left is not self._arena.get(index):
+                        self._spare_gradients.setdefault(index, []).append(left)
         for process in self._processes:
             now, then = self._holdings[process.number], before[process.number]
             more = [index for index in now.parameters if index not in self._told[process.number]]
@@ -356,7 +422,11 @@ class StageLeader:
             with self._in_turn():
                 for number, process in enumerate(self._processes, 1):
                     self._send(process, TrainStep(key, meta, scale, self._kept(number)))
+                placed = self._place_own_gradients()
                 loss: float | None = self._together(lambda: self._run(key, inputs, target, scale))
+                for index in placed:
+                    if index not in self._touched:
+                        self._tensors.parameters[index].grad = None
                 for number, process in enumerate(self._processes, 1):
                     answer = self._answer(process, Stepped)
                     loss = answer.loss if (self._count - 1) % self._size == number else loss

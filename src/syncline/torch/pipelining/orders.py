@@ -50,7 +50,7 @@ class GroupPlace(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     """All processes find each other. `ranks`: theirs in the script's process group; empty: it has made none."""
 
     ranks: list[int]
@@ -127,7 +127,7 @@ class Randomize(msgspec.Struct, frozen=True, tag=True):
     seed: int = 0
 
 
-Order = Cut | Recut | Join | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate | Randomize
+Order = Cut | Recut | JoinGroup | ShareTensors | Infer | PrepareBatches | Modes | TrainStep | Evaluate | Randomize
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

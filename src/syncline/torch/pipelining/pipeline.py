@@ -11,6 +11,8 @@ import torch
 from syncline.core.stages import num_micro_batches, wanted_micro_batches
 from syncline.errors import ConfigError
 from syncline.net.memory import aligned_zeros
+from syncline.net.shm import SharedMemory
+from syncline.net.transport import Memory
 from syncline.stats import StageSpan, StageStats
 from syncline.torch.pipelining.cutting import Chain, Layers
 from syncline.torch.pipelining.deferred import forget, materialise
@@ -107,6 +109,16 @@ class Pipeline(torch.nn.Module):
         """Memory for parameters: zeros, which the stage processes see too."""
         with self.naming_lack_of_memory():
             return self._leader.create_memory(num_bytes) if self._leader is not None else aligned_zeros(num_bytes)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether other processes compute a part of the model."""
+        return self._leader is not None
+
+    def keep_gradients(self, memory: Memory, offsets: Mapping[torch.Tensor, int]) -> None:
+        """From now on other processes make the gradients of these parameters there, if they can see this memory."""
+        if self._leader is not None and isinstance(memory, SharedMemory):
+            self._leader.keep_gradients(memory, offsets)
 
     def naming_lack_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """An allocation that fails inside becomes an error with the size of the model and the remedy."""

@@ -24,7 +24,7 @@ from syncline.torch.pipelining.orders import (
     Evaluated,
     Infer,
     Inferred,
-    Join,
+    JoinGroup,
     Modes,
     Order,
     PrepareBatches,
@@ -113,7 +113,7 @@ class StageServer:
         )
 
     def obey(self, order: Order, fds: list[int]) -> Answer | None:
-        self._is_talking = isinstance(order, Join | TrainStep | Evaluate)
+        self._is_talking = isinstance(order, JoinGroup | TrainStep | Evaluate)
         if isinstance(order, ShareTensors):
             return self._share(order, fds)
         if isinstance(order, Infer):
@@ -123,7 +123,7 @@ class StageServer:
             self._recut(order.firsts)
         elif isinstance(order, PrepareBatches):
             self._engine.prepare(order, self._layers.parts(self._firsts, order.boundaries[0]))
-        elif isinstance(order, Join):
+        elif isinstance(order, JoinGroup):
             self._group.join(order.ranks, self._job.place.store_fd, self._job.config.wait_seconds)
         elif isinstance(order, Modes):
             for module, training in zip(self._all_modules, order.training, strict=True):

@@ -36,10 +36,15 @@ class SharedBlocks:
         self._blocks: dict[int, shm.SharedMemory] = {}
         self._starts: list[tuple[int, int]] = []  # address and number, sorted
         self._next = 0
+        self._adopted: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
         return sum(memory.num_bytes for memory in self._blocks.values())
+
+    @property
+    def numbers(self) -> set[int]:
+        return set(self._blocks)
 
     def create_numbered(self, num_bytes: int) -> tuple[int, Bytes]:
         """Zeros that stage processes can map."""
@@ -48,6 +53,14 @@ class SharedBlocks:
         self._blocks[number] = memory
         bisect.insort(self._starts, (memory.array.ctypes.data, number))
         return number, memory.array[: max(1, num_bytes)]
+
+    def adopt(self, memory: shm.SharedMemory) -> int:
+        """Numbers memory of the job's, which the job closes."""
+        number, self._next = self._next, self._next + 1
+        self._blocks[number] = memory
+        self._adopted.add(number)
+        bisect.insort(self._starts, (memory.array.ctypes.data, number))
+        return number
 
     def place_of(self, index: int, tensor: torch.Tensor) -> Place | None:
         """Where this tensor lies; None: not in shared memory."""
@@ -70,7 +83,9 @@ class SharedBlocks:
     def drop(self, numbers: Iterable[int]) -> None:
         """Forgets these blocks: their memory is freed with the last tensor in it."""
         for number in numbers:
-            self._blocks.pop(number).close()
+            memory = self._blocks.pop(number)
+            if number not in self._adopted:
+                memory.close()
         self._starts = [(start, number) for start, number in self._starts if number in self._blocks]
 
 

@@ -100,12 +100,15 @@ class Arenas:
 
     def array(self, segment: Segment, slot: int) -> Bytes:
         """The whole arena, in the layout of the segment."""
+        return self.memory(segment, slot).array
+
+    def memory(self, segment: Segment, slot: int) -> Memory:
         key = (segment.index, slot)
         if key not in self._memories:
             self._memories[key] = self._create(segment)
             self._sizes[segment.index] = segment.num_bytes
             self._attach(*key)
-        return self._memories[key].array
+        return self._memories[key]
 
     def has(self, segment: int, slot: int) -> bool:
         return (segment, slot) in self._memories
@@ -125,7 +128,8 @@ class Arenas:
         sharing = [self._endpoints[n] for n in self._hosting(segment.index) if self._endpoints[n].shares_memory]
         if sharing and not self._fell_back:
             try:
-                return sharing[0].create_memory(segment.num_bytes)
+                # Stage processes make gradients there.
+                return sharing[0].create_memory(segment.num_bytes, for_all=self._config.stages > 1)
             except OSError as error:
                 self._fall_back(segment, error)
         return HeapMemory(segment.num_bytes)

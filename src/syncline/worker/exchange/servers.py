@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from syncline import faults
@@ -27,6 +27,7 @@ from syncline.errors import ConfigError, FencedError, FrameError, SynclineError,
 from syncline.extensions import load
 from syncline.net.link import Link
 from syncline.net.rpc import Endpoint, Stamp
+from syncline.net.transport import Memory
 from syncline.stats import PushBytes, WireStats
 from syncline.worker.arrays import Bytes
 from syncline.worker.data.leases import LeaseAcks
@@ -132,8 +133,10 @@ class ServersExchange:
         self._again(self._replay.take_over)
         self.times.resume()
 
-    def upload(self, segment: Segment, values: Bytes, *, again: bool = False) -> None:
-        """Uploads the chief's initial values. `again`: also after updates, by the only worker of a job."""
+    def upload(self, segment: Segment, values: Mapping[str, Bytes] | Bytes, *, again: bool = False) -> None:
+        """Uploads the chief's initial values: by parameter, or all of the segment in its layout. `again`: also after
+        updates, by the only worker of a job.
+        """
         self._again(lambda: upload(self.routes, segment, values, self.wait_seconds, again=again))
 
     def _again(self, action: Callable[[], T]) -> T:
@@ -214,6 +217,12 @@ class ServersExchange:
         if not self.routes.arenas.has(segment, slot):
             return self._again(lambda: self.routes.arenas.array(known, slot))
         return self.routes.arenas.array(known, slot)
+
+    def arena_memory(self, segment: int) -> Memory:
+        """The one arena of a job without a window, which other processes may be able to see."""
+        assert self.num_slots == 1
+        self.arena(segment)
+        return self.routes.arenas.memory(self.layout.segments[segment], 0)
 
     def make_room(self) -> None:
         """Waits until the slot of the next commit is free: at most `window` + 1 commits are open."""

@@ -27,18 +27,36 @@ from syncline.worker.exchange.targets import Landed, Target, gathered, holds_all
 _MOST_OPEN = 16
 
 
-def upload(routes: ServerRoutes, segment: Segment, values: Bytes, seconds: float, *, again: bool = False) -> None:
-    """Uploads the values of a whole segment."""
+def upload(
+    routes: ServerRoutes,
+    segment: Segment,
+    values: Mapping[str, Bytes] | Bytes,
+    seconds: float,
+    *,
+    again: bool = False,
+) -> None:
+    """Uploads the values of a whole segment: by parameter, or as one run of bytes.
+
+    Those of parameters are put together slice by slice: a large model is never here twice.
+    """
     # Limit the open requests: unread answers would fill the socket and block the server.
     calls: collections.deque[Call] = collections.deque()
     for part in segment.slices:
-        view = values[part.offset : part.offset + part.num_bytes]
+        view = _slice_of(routes.layout, part, values)
         endpoint = routes.endpoints[routes.primaries[part.id]]
         message = Upload(segment.index, [part.id], again)
         calls.append(endpoint.call(message, buffers=[buffer_of(view)], payload_bytes=view.nbytes))
         if len(calls) >= _MOST_OPEN:
             wait_all([calls.popleft()], seconds)
     wait_all(list(calls), seconds)
+
+
+def _slice_of(layout: Layout, part: Slice, values: Mapping[str, Bytes] | Bytes) -> Bytes:
+    if isinstance(values, np.ndarray):
+        return values[part.offset : part.offset + part.num_bytes]
+    found = gathered(layout, part, values.get)
+    assert found is not None
+    return found
 
 
 def pull(routes: ServerRoutes, slices: Sequence[Slice], target: Target, min_version: int | None) -> list[int]:
