@@ -173,8 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._notices.watch(items, self._model)
 
     def _share_arena(self, pipe: Pipeline, carrier: Carrier, segment: Segment) -> None:
-        """Stage processes compute gradients where servers read them, so that no one copies them."""
-        if isinstance(carrier, ArenaCarrier) and self._job.exchange.num_slots == 1 and pipe.has_stages:
+        """Stage processes compute gradients where servers read them, so that no one copies them. With --pull-every a
+        server may still read those of the step before.
+        """
+        is_free = self._job.exchange.num_slots == 1 and self._job.config.pull_every == 1
+        if isinstance(carrier, ArenaCarrier) and is_free and pipe.has_stages:
             places = {parameter.name: at for parameter, at in zip(segment.parameters, segment.offsets, strict=True)}
             tensors = {i.tensor: places[i.name] for i in self._tracked if i.name in places}
             pipe.keep_gradients(carrier.share(), tensors)
