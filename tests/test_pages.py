@@ -25,7 +25,7 @@ from syncline.cli.main import COMMANDS, load_command
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
-LANGUAGES = {"python", "sh", "text", "toml"}
+LANGUAGES = {"ini", "python", "sh", "text", "toml"}
 #: The README opens with its commands, in blocks without a language; design.md is a plan as much as a page.
 BARE = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/internals/design.md"}
 

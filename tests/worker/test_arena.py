@@ -16,7 +16,7 @@ from syncline.net.memory import MemoryConnection
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(self: MemoryConnection, num_bytes: int) -> Any:
+    def create(self: MemoryConnection, num_bytes: int, **kinds: bool) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(MemoryConnection, "create_memory", create)
