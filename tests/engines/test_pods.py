@@ -21,7 +21,8 @@ from tests.patience import PATIENCE
 from syncline.launch.restarts import LEFT
 from syncline.store.disk import MANIFEST
 
-pytestmark = pytest.mark.engines
+#: One at a time: the port of a pod's coordinator is in the manifest.
+pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("pods")]
 
 #: The pods of a job with two workers and two servers.
 COUNTS = (("coordinator", 1), ("server", 2), ("worker", 2))
