@@ -44,13 +44,7 @@ case " $* " in
 esac
 [ -f .venv-ray/.setup ] && export SYNCLINE_TEST_RAY="$PWD/.venv-ray/bin"
 
-# Two tests at a time, most of which wait: those of one cluster after another. What is measured is alone.
-case " $* " in
-*figures*) together="" ;;
-*) together="-n 2 --dist loadgroup" ;;
-esac
-# shellcheck disable=SC2086  # several words
-set -- .venv/bin/python -m pytest -q -rs tests/engines -m "engines and not figures" $together "$@"
+set -- .venv/bin/python -m pytest -q -rs tests/engines -m "engines and not figures" "$@"
 # What an engine starts ends with these tests, however they end: they have a namespace of processes of their own. Its
 # first process, the shell, collects orphans.
 if [ "$(id -u)" -eq 0 ] && unshare --pid --fork --kill-child --mount-proc true 2>/dev/null; then

@@ -95,18 +95,6 @@ def two_ranks(kind: str, *command: str) -> list[str]:
     return mpirun(kind, 2, *command)
 
 
-#: Fixtures that stand for a cluster, each of which one process starts.
-CLUSTERS = {"ray_hosts": "ray", "cluster": "slurm"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-engines` runs two tests at a time, which mostly wait: those of one cluster one after the other."""
-    for item in items:
-        for name in CLUSTERS.keys() & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(CLUSTERS[name]))
-
-
 class Engine:
     """Starts commands in a folder of its own, and sees that nothing of them is left."""
 

@@ -21,8 +21,7 @@ from tests.patience import PATIENCE
 from syncline.launch.restarts import LEFT
 from syncline.store.disk import MANIFEST
 
-#: One at a time: the port of a pod's coordinator is in the manifest.
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("pods")]
+pytestmark = pytest.mark.engines
 
 #: The pods of a job with two workers and two servers.
 COUNTS = (("coordinator", 1), ("server", 2), ("worker", 2))
