@@ -302,7 +302,7 @@ def chrome_events(
 
 
 def _row_name(role: str, lane: int, again: str) -> str:
-    """`again`: of which life, if it is not the first."""
+    """`again` names the life, if it is not the first."""
     if role != "worker":
         return f"rounds{again}" + (f" ({lane + 1})" if lane else "")
     return f"stage {lane - 1}{again}" if lane else f"steps{again}"
